@@ -30,10 +30,10 @@ from benchmarks.subject import BOTH, Subject, Where
 from benchmarks.table import ratio, timed_words
 from benchmarks.task import Task
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.replication.plan import COPY_COST, Replication, replication_config
+from trimtab.dispatch.facts import Facts
+from trimtab.dispatch.options import COPY_COST, ExchangeOptions, Replication
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.replicated import weights_in_words
 
 RANKS = 2
 PLAIN: Replication = "off"
@@ -55,7 +55,7 @@ def imbalance_task(
     """Every workload is a mode of the same contestants. Raises ConfigError for sizes or ways that do not fit."""
     case = LayerCase.shaped(shape, tokens=tokens, dtype=dtype, ranks=RANKS)
     for way in ways:
-        replication_config(way, copy_cost)
+        ExchangeOptions(replicate_experts=way, copy_cost=copy_cost)
 
     def made(name: str, role: Role, transport: str = "", way: Replication = PLAIN) -> Contestant:
         args = {
@@ -96,7 +96,9 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         dispatcher = Dispatcher(
             case.num_experts,
             TRANSPORTS[args["transport"]](dist.group.WORLD),
-            replication=replication_config(args["replicate_experts"], args["copy_cost"]),
+            replication=ExchangeOptions(
+                replicate_experts=args["replicate_experts"], copy_cost=args["copy_cost"]
+            ).replication,
         )
         layer, weights = _own_layer(case, dispatcher, where.rank)
     else:
@@ -128,8 +130,8 @@ def _own_layer(case: LayerCase, dispatcher: Dispatcher, rank: int) -> tuple[Laye
     experts.down = torch.nn.Parameter(down)
 
     def layer(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
-        copied = "" if dispatcher.replication is None else weights_in_words(experts.named_parameters())
-        rows = dispatcher.dispatch(x_TD, ids_TK, w_TK, copied=copied)
+        facts = Facts(dispatcher.weights_fact(experts.named_parameters()))
+        rows = dispatcher._dispatch(x_TD, ids_TK, w_TK, facts=facts)
         out = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **rows.known)
         return dispatcher.combine(out, rows)
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from benchmarks.table import as_markdown
 from benchmarks.workloads import WORKLOADS, draw
-from trimtab.dispatch.replication.plan import ReplicationConfig, physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.options import ReplicationConfig
+from trimtab.dispatch.replication.plan import physical_ids, replica_plan, slot_shares
 from trimtab.errors import ConfigError
 
 LINKS = {"Gloo, AMX": (1e12, 2e9), "NVLink": (600e12, 450e9), "InfiniBand": (600e12, 50e9)}
@@ -101,7 +102,7 @@ def traffic(ids: Sequence[Tensor], counts_HPE: Tensor, config: ReplicationConfig
         rows_PP[rank] = to_TP.scatter_(1, places_TK // (2 * experts // ranks), True).sum(0)
     rows_PP.fill_diagonal_(0)
     return Traffic(
-        slots=int(plan.loads_P.max()),
+        slots=int(plan.loads_after_P.max()),
         rows=_busiest(rows_PP),
         replicas=_busiest(plan.replicas_PP),
         all_copies=int(plan.replicas_PP.sum()),

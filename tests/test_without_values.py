@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "ordered": {"combine": "ordered"},
     "expert choice": {"router": {"select": "expert_choice"}},
-    "padded": {"router": {"capacity_factor": 1.0, "pad": True}},
+    "capacity": {"router": {"capacity_factor": 1.0}},
     "groups, bias, jitter": {"router": {"groups": 2, "top_groups": 1, "bias": True, "jitter": 0.1}},
     "delayed": {"delay_wgrad": True},
     "no such kernels there": {"kernels": "torch"},
@@ -169,7 +169,7 @@ def exchanges_on_rank() -> list[str]:
     for transport in (AllToAll(group), AllGather(group), SharedMemory(group)):
         dispatcher, slots = Dispatcher(E, transport, layer="moe"), (5, K)
         x, ids, w = torch.randn(5, D), torch.zeros(slots, dtype=torch.long), torch.ones(slots)
-        real = dispatcher.combine(dispatcher.dispatch(x, ids, w).x, dispatcher.dispatch(x, ids, w)).shape
+        real = dispatcher.combine(dispatcher.dispatch(x, ids, w).x_MD, dispatcher.dispatch(x, ids, w)).shape
         assert real == x.shape
         with FakeTensorMode(), pytest.raises(InputError) as caught:
             dispatcher.dispatch(torch.randn(5, D), torch.zeros(slots, dtype=torch.long), torch.ones(slots))

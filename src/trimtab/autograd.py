@@ -1,4 +1,4 @@
-"""What autograd functions of ours are wrapped in: backwards that run once, without autocast; forwards alone."""
+"""Wrappers of our autograd functions: backwards that run once, without autocast; forwards alone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TWICE = "trimtab's backward is once_differentiable and cannot be differentiated
 
 
 def computed_in(param: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
-    """What products with a parameter are made in: autocast's dtype where it is at work, but for float64, or its own, or
-    `dtype` if that is what its codes stand for."""
+    """The dtype of products with a parameter: autocast's where it is at work, but for float64; else its own, or the
+    `dtype` that its codes stand for."""
     kind, own = param.device.type, dtype or param.dtype
     return torch.get_autocast_dtype(kind) if _at_work(kind) and own is not torch.float64 else own
 
@@ -72,7 +72,7 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) ->
     """A static `backward` of an autograd function, run without autocast, in the dtypes of the forward.
 
     Under create_graph=True its results raise where they are differentiated, but in a graph of `torch.compile`. torch's
-    own decorator may leave them without a graph: a penalty on them would have no gradient, and nobody would be told.
+    own decorator may leave them without a graph: a penalty on them would silently have no gradient.
 
     traced: whether `torch.compile` may trace it, see `eager_backward`.
     """
@@ -102,7 +102,7 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) ->
 
 
 class _Once(Function):
-    """Results of a backward, made of all that it read; whoever differentiates them is told."""
+    """Results of a backward, made of all that it read; raises when they are differentiated."""
 
     @staticmethod
     def forward(ctx: Any, results: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -130,13 +130,13 @@ def eager_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_backward() -> bool:
-    """Whether this runs inside a backward pass, as a recomputed forward does."""
+    """True inside a backward pass, where a recomputed forward runs."""
     return torch._C._current_graph_task_id() != -1  # no public function says this
 
 
 def needed(ctx: Any) -> tuple[bool, ...]:
-    """Of a function's inputs, those whose gradient this backward is for: of all that need one, as `needs_input_grad`
-    says, `torch.autograd.grad(y, x)` and each half of a zero-bubble schedule's backward want some."""
+    """The inputs of a function whose gradient this backward is for: of all that need one, as `needs_input_grad` says,
+    `torch.autograd.grad(y, x)` and each half of a zero-bubble schedule's backward want some."""
     needs: tuple[bool, ...] = ctx.needs_input_grad
     if torch.compiler.is_compiling() or not hasattr(ctx, "next_functions"):  # an operator's context has none
         return needs
@@ -145,8 +145,8 @@ def needed(ctx: Any) -> tuple[bool, ...]:
 
 
 def _runs(node: Any, output: int) -> bool:
-    """Whether this backward is for that output of a node; or for the input behind it, of a node that hands gradients on
-    one by one (`experts.replicated`): it runs if it is for any."""
+    """True where this backward is for that output of a node; or for the input behind it, of a node that hands gradients
+    on one by one: it runs if it is for any."""
     behind: tuple[int, ...] | None = getattr(node, "behind", None)
     if behind is not None:
         return needed(node)[behind[output]]
@@ -157,7 +157,7 @@ def _runs(node: Any, output: int) -> bool:
 
 
 class Context:
-    """What autograd hands to a function's forward and backward, where somebody else calls them."""
+    """Stands for autograd's context where our own code calls a function's forward or backward."""
 
     call: Any
 
@@ -177,7 +177,7 @@ def forward_of(function: type[Function], *args: Any) -> Any:
 
 
 def _transformed() -> bool:
-    """Whether a transform of `torch.func` is at work, or values may carry tangents."""
+    """True under a transform of `torch.func`, or where values may carry tangents."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
@@ -196,8 +196,8 @@ def refuse_transforms(who: str, layer: str = "") -> None:
 
 
 class _Shaped(Function):
-    """A view that is none to autograd, but shares its counter of changes with what it was made of: whoever has saved
-    that for a backward is told of changes in place."""
+    """Reshape that autograd treats as a new tensor but that shares the version counter, so that in-place edits are
+    detected."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, shape: torch.Size) -> Tensor:
@@ -209,9 +209,9 @@ class _Shaped(Function):
         return d.reshape(ctx.shape), None
 
 
-def not_a_view(rows: Tensor, shape: torch.Size) -> Tensor:
-    """`rows` in another shape: what FSDP2 hangs on a layer's result is lost from a view that is changed in place, as by
-    a residual `y += x`."""
+def detached_reshape(rows: Tensor, shape: torch.Size) -> Tensor:
+    """Reshape `rows` to what is no view of them: FSDP2's hooks on a layer's result are lost from a view that is changed
+    in place, as by a residual `y += x`."""
     if rows.shape == shape:
         return rows
     shaped: Tensor = forward_of(_Shaped, rows, shape)

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from trimtab.autograd import autocast_at_work, narrowed, not_a_view, refuse_transforms, zeroed
-from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
-from trimtab.dispatch.handshake import NOTHING, Shared
+from trimtab.autograd import autocast_at_work, detached_reshape, narrowed, refuse_transforms, zeroed
+from trimtab.dispatch.checks import shape_problems
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.facts import NO_FACTS, Facts
+from trimtab.dispatch.options import CombineMode, check_combine
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.grouped_module import check_options
 from trimtab.experts.module import ExpertMLP, check_activation
@@ -25,7 +27,7 @@ from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.tensor_checks import dense, described
 from trimtab.operators import exportable
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.recompute import unseen
+from trimtab.routing.recompute import hidden_from_ac_policy
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
 
 if TYPE_CHECKING:
@@ -38,8 +40,7 @@ class MoEOutput(NamedTuple):
     losses: name -> scalar, coefficient included, see `trimtab.routing.losses`. What a block under reentrant activation
         checkpointing returns must be their sum: torch tracks no tensor inside a dict there.
     loads_E: int64, kept slots of the tokens that this rank routes.
-    ids_TK: int64 expert ids of the tokens that this rank routes, -1 where dropped. With `RouterConfig.pad` columns of
-        padding come behind those of the decision; `trimtab.record` leaves them out.
+    ids_TK: int64 expert ids of the tokens that this rank routes, -1 where dropped.
     """
 
     y: Tensor
@@ -59,7 +60,7 @@ class _Own(NamedTuple):
 
 
 class Tokens(Protocol):
-    """Which of the input's tokens this rank routes."""
+    """The tokens of the input that this rank routes."""
 
     def take(self, t: Tensor) -> Tensor:
         """[*lead, any] -> this rank's [*lead', any]. Called for x [*lead, D], mask [*lead, 1] and ids [*lead, K]."""
@@ -156,6 +157,7 @@ class MoE(nn.Module):
         width = c.dim if c.latent_dim is None else c.latent_dim
         dtype = torch.promote_types(c.dtype or torch.get_default_dtype(), torch.float32)
         self.router = c.router.build(c.dim, dtype=dtype, device=c.device, layer=layer)
+        self._own_router = type(self.router)
         self.experts = ExpertMLP(
             c.router.num_experts, width, c.hidden, activation=c.activation, bias=c.bias,
             main_grad=c.main_grad, delay_wgrad=c.delay_wgrad, recipe=c.recipe, kernels=c.kernels, **made,
@@ -186,11 +188,12 @@ class MoE(nn.Module):
         self.dispatcher.begin()
         own = self._take(x, token_mask, ids)
         sent = self._sent(own.x_TD)
-        with unseen():
+        with hidden_from_ac_policy():
             route = self.router(own.x_TD, token_mask_T=own.mask_T, ids_TK=own.ids_TK, batch=own.batch)
-            rows = self.dispatcher.dispatch(
-                sent, route.ids_TK, route.weights_TK, most_slots=route.most_slots, shared=self._shared(x),
-                copied=self._weights_fact(),
+            rows = self.dispatcher._dispatch(
+                sent, route.ids_TK, route.weights_TK, most_slots=route.most_slots, facts=self._facts(x),
+                problems=() if isinstance(self.router, self._own_router)
+                else shape_problems(sent, route.ids_TK, route.weights_TK, None),
             )  # fmt: skip
             losses = self.router.losses(route)
             out = self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **rows.known)
@@ -201,7 +204,7 @@ class MoE(nn.Module):
         return MoEOutput(y=self._join(y_TD, own, x), losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
     def _take(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> _Own:
-        """What this rank routes of a call's arguments, which are checked."""
+        """Check a call's arguments, and take what this rank routes of them."""
         self._check(x, mask, ids)
         mine = self.tokens.take(x)
         x_TD, mask_T, ids_TK = mine.flatten(0, -2), None, None
@@ -216,20 +219,16 @@ class MoE(nn.Module):
         """The output of all tokens, like x; zeros where the mask is False."""
         if own.mask_T is not None:
             y_TD = zeroed(y_TD, own.mask_T)
-        return self.tokens.join(not_a_view(y_TD, own.shape), x).to(x.dtype)
+        return self.tokens.join(detached_reshape(y_TD, own.shape), x).to(x.dtype)
 
     def _sent(self, x_TD: Tensor) -> Tensor:
-        """What is sent to the experts, in the dtype that ours will multiply it in."""
+        """The tokens for the experts, in the dtype that ours will multiply them in."""
         sent = x_TD if self.to_latent is None else self.to_latent(x_TD)
         return narrowed(sent, self.experts) if autocast_at_work() and isinstance(self.experts, ExpertMLP) else sent
 
-    def _shared(self, x: Tensor) -> Shared:
-        """What of the input the ranks of the expert group must have as much of."""
-        return NOTHING
-
-    def _weights_fact(self) -> str:
-        """What of the experts is copied, where ranks must know it of each other."""
-        return ""
+    def _facts(self, x: Tensor) -> Facts:
+        """Facts of the call that the ranks of the expert group compare."""
+        return NO_FACTS
 
     def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> None:
         if not dense(x) or x.dim() < 2 or x.shape[-1] != self.config.dim or not holds_values(x.dtype):
@@ -245,7 +244,7 @@ class MoE(nn.Module):
 
 
 def _fingerprint(config: MoEConfig) -> str:
-    """What else must be the same on every rank: what is not as by default."""
+    """The configuration in words, as far as it must be the same on every rank and is not the default."""
     own = ("main_grad", "delay_wgrad", "kernels", "device", "router")
 
     def said(config: MoEConfig | RouterConfig) -> str:

@@ -1,4 +1,4 @@
-"""What options are checked by, where they are handed in: flags, whole numbers, finite ones, dtypes that hold values."""
+"""Checks of options, where they are handed in: flags, whole numbers, finite ones, dtypes that hold values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from trimtab.errors import ConfigError
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Those that hold values."""
+"""Dtypes that hold values."""
 VALUES = "float64, float32, bfloat16 or float16"
 """The same in words."""
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it stands for an integer, as NumPy's do; True and False do not."""
+    """True for what stands for an integer, as NumPy's do; not for True and False."""
     try:
         operator.index(value)
     except TypeError:
@@ -27,12 +27,12 @@ def is_whole(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
-    """Whether it is True or False, NumPy's as well; a string is not, whatever it says."""
+    """True for True and False, NumPy's as well; not for a string, whatever it says."""
     return isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and value.ndim == 0)
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number, neither NaN nor infinite."""
+    """True for a number that is neither NaN nor infinite."""
     try:
         return math.isfinite(value)
     except (TypeError, OverflowError):
@@ -40,7 +40,7 @@ def is_finite(value: Any) -> bool:
 
 
 def holds_values(dtype: Any) -> bool:
-    """Whether it is a dtype of numbers that are computed with: floating, and none of 8 bits, which hold codes."""
+    """True for a dtype of numbers that are computed with: floating, and none of 8 bits, which hold codes."""
     return isinstance(dtype, torch.dtype) and dtype in DTYPES
 
 
@@ -76,7 +76,7 @@ def check_dtype(dtype: Any) -> None:
 
 
 def holds_ids(t: Tensor) -> bool:
-    """Whether its dtype is one of integers."""
+    """True for a tensor of integers."""
     return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 

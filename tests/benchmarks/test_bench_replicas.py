@@ -7,7 +7,8 @@ import torch
 
 from benchmarks.replica_model import BOUND, LINKS, MODELS, Traffic, cells, traffic
 from benchmarks.workloads import WORKLOADS, draw
-from trimtab.dispatch.replication.plan import ReplicationConfig, replica_plan
+from trimtab.dispatch.options import ReplicationConfig
+from trimtab.dispatch.replication.plan import replica_plan
 
 
 def test_traffic_of_a_hand_counted_batch() -> None:
@@ -42,7 +43,7 @@ def test_a_tolerance_holds_on_every_workload(workload: str) -> None:
     for ranks, (_, _, experts, top_k) in ((2, MODELS["Mixtral-8x7B"]), (8, MODELS["Qwen3-30B"]), (8, (0, 0, 8, 1))):
         ids = [draw(workload, 512, top_k, experts, rank=rank, ranks=ranks).flatten() for rank in range(ranks)]
         counts = torch.stack([torch.bincount(ids_N, minlength=experts) for ids_N in ids])[None]
-        loads_P = replica_plan(counts, ReplicationConfig(tolerance=0.1, copy_cost=0)).loads_P
+        loads_P = replica_plan(counts, ReplicationConfig(tolerance=0.1, copy_cost=0)).loads_after_P
         assert int(loads_P.max()) * ranks <= 1.1 * int(loads_P.sum())
         most = max(most, int(counts.sum((0, 1)).view(ranks, -1).sum(1).max()) * ranks / int(loads_P.sum()))
     assert most == 8 or workload not in ("hot", "hot_rank")

@@ -327,8 +327,12 @@ def test_a_disk_that_lies(saved: Path, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("to", "writer", "error"),
     [
-        ("dcp", "dcp_files.save", CheckpointException("", {0: (RuntimeError("pos 7 vs 5"), StackSummary())})),
-        ("safetensors", "safetensors_files.save_file", SafetensorError("pos 7 vs 5")),
+        (
+            "dcp",
+            "checkpoint.tensors.dcp_save",
+            CheckpointException("", {0: (RuntimeError("pos 7 vs 5"), StackSummary())}),
+        ),
+        ("safetensors", "convert.safetensors_files.save_file", SafetensorError("pos 7 vs 5")),
     ],
 )
 def test_a_disk_without_room_is_named(
@@ -337,7 +341,7 @@ def test_a_disk_without_room_is_named(
     def fails(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(f"trimtab.convert.{writer}", fails)
+    monkeypatch.setattr(f"trimtab.{writer}", fails)
     monkeypatch.setattr(errors, "LEAST_FREE", 1 << 62)
     src = shutil.copytree(saved / ("square" if to == "dcp" else "run"), tmp_path / "src")
     for words in ("pos 7 vs 5; ", " MB are free on the disk of "):

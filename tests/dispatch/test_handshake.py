@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,23 @@ from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.handshake import COLUMNS, MOVEMENT, MOVEMENTS, CallId, fill
+from trimtab.dispatch.facts import (
+    BAD,
+    COLUMNS,
+    MOVEMENT,
+    MOVEMENTS,
+    NO_FACTS,
+    PLAN,
+    UNFIT,
+    UNUSABLE,
+    CallId,
+    Facts,
+    LineTokens,
+    compare,
+)
+from trimtab.dispatch.handshake import count_message
 from trimtab.dispatch.shared_memory import SharedMemory
+from trimtab.dispatch.transport import Handshake
 from trimtab.errors import DesyncError, InputError, TrimtabError
 
 E, K, D, RANKS = 6, 2, 8, 3
@@ -179,9 +195,49 @@ def test_a_wrong_shape_on_one_rank_raises_on_every_rank_and_the_group_lives_on()
 def test_a_tag_names_its_layer_by_the_end_of_the_name() -> None:
     call_id = CallId(layer="x" * 50 + "é.11", number=3, experts=6, top_k=2, width=8, fingerprint="")
     rows = torch.tensor([1, 2])
-    message = fill(rows, rows, 5, 0, call_id)
+    message = count_message(rows, call_id, {})
     assert message.shape == (2, COLUMNS)
     for phase, direction in MOVEMENTS:
         assert MOVEMENTS[call_id.columns(phase, direction)[0]] == (phase, direction)
         assert call_id.columns(phase, direction)[1:] == call_id.columns("count", "forward")[1:]
     assert message[:, MOVEMENT:].tolist() == [call_id.columns("count", "forward")] * 2, "the same for every peer"
+
+
+def met(*messages: list[int]) -> Handshake:
+    """What rank 0 of so many has sent to all, and received."""
+    return Handshake(sent=[messages[0]] * len(messages), received=list(messages), everyone=[])
+
+
+def message(bad: int = 0, plan: int = 0, facts: Facts = NO_FACTS, number: int = 3) -> list[int]:
+    call_id = CallId(layer="a", number=number, experts=6, top_k=2, width=8, fingerprint="")
+    found: list[int] = count_message(torch.tensor([1]), call_id, {BAD: bad, PLAN: torch.tensor(plan)}, facts)[
+        0
+    ].tolist()
+    return found
+
+
+ROWS_OF_THE_TABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "bad": ({"bad": UNUSABLE, "number": 4}, r"rank\(s\) 1 were given tensors of the wrong shape"),
+    "call": ({"number": 4, "facts": Facts("other")}, r"rank\(s\) 1 are in another call than rank 0.*call 3.*call 4"),
+    "weights": ({"facts": Facts("other"), "plan": 5}, r"rank\(s\) 1 hold other experts than rank 0"),
+    "slots": ({"plan": UNFIT}, r"rank\(s\) 1 have other numbers of slots"),
+    "plan": ({"plan": 5, "facts": Facts(tp_tokens=LineTokens(0, 2))}, r"rank\(s\) 1 place replicas of experts by"),
+    "tp": ({"facts": Facts(tp_tokens=LineTokens(0, 2, 4))}, r"one tp_mesh that must hold the same tokens .*2 sequence"),
+    "cp": ({"facts": Facts(cp_tokens=LineTokens(0, 2))}, r"one cp_mesh that must share sequences"),
+}
+
+
+@pytest.mark.parametrize("what", ROWS_OF_THE_TABLE)
+def test_facts_are_compared_in_the_order_of_their_table(what: str) -> None:
+    wrong, says = ROWS_OF_THE_TABLE[what]
+    alike = Facts(tp_tokens=LineTokens(0, 1, 4), cp_tokens=LineTokens(0, 1))
+    mine = Facts(
+        tp_tokens=alike.tp_tokens if what == "tp" else None, cp_tokens=alike.cp_tokens if what == "cp" else None
+    )
+    call_id = CallId(layer="a", number=3, experts=6, top_k=2, width=8, fingerprint="")
+    compare(met(message(facts=mine), message(facts=mine)), 0, call_id, "count")
+    others = Facts(tp_tokens=LineTokens(2, 9), cp_tokens=LineTokens(2, 9))  # of another line: nothing to compare
+    compare(met(message(facts=alike), message(facts=others)), 0, call_id, "count")
+    with pytest.raises(TrimtabError, match=says) as caught:
+        compare(met(message(facts=mine), message(**wrong)), 0, call_id, "count")
+    assert type(caught.value) is (InputError if what == "bad" else DesyncError)

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.simulated import connect, move
-from trimtab.dispatch.route import LocalRoute, slots_of
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.rows import combine_rows, gather_rows
-from trimtab.layout import ALIGNMENTS, segment_offsets
+from trimtab.layout import ALIGNMENTS
 
 D = 3
 
@@ -87,50 +86,3 @@ def test_each_stage_and_the_whole_are_transposed(drawn: tuple[int, list[Tensor]]
     assert_transposed(expert_rows, dy, x, ordered)
     for a, b in zip(whole, ordered, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-@settings(deadline=None, max_examples=200)
-@given(traffic())
-def test_a_token_travels_once_to_each_rank_that_owns_one_of_its_experts(drawn: tuple[int, list[Tensor]]) -> None:
-    num_experts, ids = drawn
-    e = num_experts // len(ids)
-    world = connect(ids, num_experts)
-    for rank_ids, plan, headers in zip(ids, world.plans, world.headers, strict=True):
-        pairs = [(r, t) for r in range(len(ids)) for t in range(len(rank_ids)) if r in owners(rank_ids[t], e)]
-        assert plan.row_token_M.tolist() == [t for _, t in pairs]
-        rows, slots = zip(*headers.sent, strict=True)
-        assert list(rows) == [sum(r == rank for rank, _ in pairs) for r in range(len(ids))]
-        kept = rank_ids[rank_ids >= 0]
-        assert list(slots) == [int((kept // e == r).sum()) for r in range(len(ids))]
-
-
-def owners(ids_K: Tensor, experts_per_rank: int) -> set[int]:
-    return {int(i) // experts_per_rank for i in ids_K if i >= 0}
-
-
-@settings(deadline=None, max_examples=200)
-@given(traffic(), st.sampled_from(ALIGNMENTS))
-def test_expert_segments_hold_each_kept_slot_once(drawn: tuple[int, list[Tensor]], alignment: int) -> None:
-    num_experts, ids = drawn
-    flat = ids[0].reshape(-1)
-    plan = plan_experts(ids[0], num_experts, alignment=alignment)
-    assert plan.counts_e.tolist() == [int((flat == i).sum()) for i in range(num_experts)]
-    assert plan.offsets_e.tolist() == list(segment_offsets(plan.counts_e.tolist(), alignment))
-    assert sorted(plan.slot_R[plan.slot_R >= 0].tolist()) == (flat >= 0).nonzero().flatten().tolist()
-    for i, (start, end) in enumerate(zip(plan.offsets_e[:-1].tolist(), plan.offsets_e[1:].tolist(), strict=True)):
-        held = plan.slot_R[start:end]
-        held = held[held >= 0]
-        assert held.tolist() == (flat == i).nonzero().flatten().tolist()  # in slot order
-
-
-@settings(deadline=None, max_examples=100)
-@given(traffic())
-def test_local_slots_come_home_in_the_order_of_k(drawn: tuple[int, list[Tensor]]) -> None:
-    _, ids = drawn
-    slots, bags = slots_of(ids[0], None)
-    rows = random(len(slots), D, seed=1)
-    home = LocalRoute(ids[0]).combine_slots(rows)
-    torch.testing.assert_close(home, combine_rows(rows, bags), rtol=0, atol=0)
-    expected = torch.zeros(len(ids[0]), D, dtype=torch.float64)
-    expected.index_add_(0, slots // ids[0].shape[1], rows)
-    torch.testing.assert_close(home, expected, rtol=1e-12, atol=1e-12)

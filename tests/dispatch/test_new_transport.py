@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import trimtab
-from dispatch.test_layer_on_ranks import layer_on_rank
 from helpers.ranks import run_ranks
 from trimtab.dispatch.over_group import OverGroup, pack, unpack
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.dispatch.transports import TRANSPORTS
-
-BOUND = 1e-12
+from trimtab.verify.cases import Case
+from trimtab.verify.patterns import PATTERNS
+from trimtab.verify.run import run_local
+from trimtab.verify.topologies import Topology
 
 
 class PointToPoint(OverGroup):
@@ -49,15 +52,19 @@ class PointToPoint(OverGroup):
         return received
 
 
-def errors_on_rank(combine: str) -> dict[str, float]:
+@contextlib.contextmanager
+def in_the_table() -> Iterator[None]:
     TRANSPORTS["point_to_point"] = PointToPoint
-    return layer_on_rank("point_to_point", combine, torch.float64)
+    yield
 
 
-@pytest.mark.parametrize("combine", ["sum", "ordered"])
-def test_a_row_in_the_table_is_a_transport(combine: str) -> None:
-    for errors in run_ranks(errors_on_rank, 2, combine):
-        assert not {name: error for name, error in errors.items() if not error <= BOUND}
+def test_a_row_in_the_table_is_a_transport() -> None:
+    """In the ledger, too: every pattern, with both ways to combine and with replicated experts."""
+    ways: list[dict[str, Any]] = [{}, {"combine": "ordered"}, {"replicas": "replicas"}]
+    rows = [Topology(ranks=2, ep=2, transport="point_to_point", **way) for way in ways]
+    cases = [Case(topology=row, pattern=pattern, dtype="float64", seed=0) for row in rows for pattern in PATTERNS]
+    verdicts = list(run_local(cases, "trimtab", deadline=60.0, around=in_the_table))
+    assert [f"{v.case.name}: {v.details[:1]}" for v in verdicts if v.status != "ok"] == []
 
 
 def gradients(transport: str) -> list[Tensor]:
@@ -74,8 +81,8 @@ def gradients(transport: str) -> list[Tensor]:
 
 
 def style_on_rank() -> bool:
-    TRANSPORTS["point_to_point"] = PointToPoint
-    return all(map(torch.equal, gradients("point_to_point"), gradients("alltoall")))
+    with in_the_table():
+        return all(map(torch.equal, gradients("point_to_point"), gradients("alltoall")))
 
 
 def test_a_plan_takes_it_by_name() -> None:

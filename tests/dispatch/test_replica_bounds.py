@@ -18,8 +18,9 @@ from benchmarks.workloads import WORKLOADS, draw
 from helpers.replica_bounds import replica_bounds
 from helpers.weights import expert_weights
 from trimtab import ExpertMLP, oracle
+from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
-from trimtab.dispatch.replication.plan import ReplicationConfig, physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replication.plan import physical_ids, replica_plan, slot_shares
 from trimtab.dispatch.replication.route import experts_to_send
 from trimtab.errors import ConfigError
 
@@ -124,4 +125,4 @@ def test_no_routing_needs_more_and_padded_to_the_bounds_it_has_the_right_numbers
     truth = oracle.moe(x_TD, torch.cat(ids), w_TK, up, down)
     assert torch.allclose(y_TD, truth, rtol=1e-12, atol=1e-12)
     if workload == "hot_rank":
-        assert int(plan.loads_P.max()) == BOUNDS.expert_rows
+        assert int(plan.loads_after_P.max()) == BOUNDS.expert_rows

@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fuzz.replication import KINDS, check_plan, plan_case
 from helpers.replica_plan_loops import alias_table, candidates, surplus_to_room
-from trimtab.dispatch.replication.plan import ReplicationConfig, physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.options import ReplicationConfig
+from trimtab.dispatch.replication.plan import physical_ids, replica_plan, slot_shares
 from trimtab.errors import ConfigError
 
 AUTO = ReplicationConfig(copy_cost=20)
@@ -49,7 +50,7 @@ def of_rank_1(counts_HPE: Tensor, ids_TK: Tensor) -> tuple[Tensor, ...]:
     plan = replica_plan(counts_HPE, AUTO)
     cells_EP = slot_shares(plan, counts_HPE, 0, 1)
     ids = physical_ids(ids_TK, cells_EP, plan)
-    return plan.slots_EP, plan.place_EP, plan.replicas_PP, plan.cap, plan.checksum, plan.loads_P, cells_EP, ids
+    return plan.slots_EP, plan.place_EP, plan.replicas_PP, plan.cap, plan.checksum, plan.loads_after_P, cells_EP, ids
 
 
 def counted(g: torch.Generator) -> tuple[Tensor, Tensor]:

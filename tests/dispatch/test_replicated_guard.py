@@ -21,7 +21,8 @@ from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.facts import Facts
+from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.errors import DesyncError, InputError
@@ -83,8 +84,9 @@ def configs_on_rank(transport: Callable[..., Transport], guard: bool) -> dict[st
     wide = Dispatcher(2 * E if rank == 1 else E, made, layer="moe", replication=RULE)
     found["experts"] = said_of(lambda: wide.dispatch(x, ids, w))
     dispatcher = Dispatcher(E, made, layer="moe", replication=RULE)
-    found["good"] = said_of(lambda: dispatcher.dispatch(x, ids, w, copied="up, down"))
-    found["copied"] = said_of(lambda: dispatcher.dispatch(x, ids, w, copied="up" if rank == 1 else "up, down"))
+    found["good"] = said_of(lambda: dispatcher._dispatch(x, ids, w, facts=Facts("up, down")))
+    own = Facts("up" if rank == 1 else "up, down")
+    found["other weights"] = said_of(lambda: dispatcher._dispatch(x, ids, w, facts=own))
     found["good again"] = said_of(lambda: dispatcher.dispatch(x, ids, w))
     for what in ("sent", "received"):
         changed = Dispatcher(E, Changed(made, what) if rank == 1 else made, layer="moe", replication=RULE)
@@ -109,7 +111,7 @@ SAYS = {
     "off": r"rank 0: route forward of layer moe.*rank 1: count forward of layer moe",
     "on": r"rank 0: count forward of layer moe.*rank 1: route forward of layer moe",
     "experts": r"rank 1: route forward of layer moe, call 0 \(12 experts",
-    "copied": r"fingerprint.*copied: up",
+    "other weights": r"hold other experts than rank \d \(call \d\), which has \(up",
     "sent": r"rank\(s\) 1 have other numbers of slots for each expert than those that were gathered from them",
     "received": r"place replicas of experts by another plan",
     "weights": r"phase experts\] rows of 4 float32, 5 float32, 4 float32 come from ranks 0..2 \(forward.*weights",

@@ -20,12 +20,12 @@ from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.facts import Facts
 from trimtab.dispatch.host_memory import HostMemory
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.options import CombineMode, ReplicationConfig
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.replicated import weights_in_words
 from trimtab.routing.recompute import replay_in_recompute
 
 E, K, D, F = 8, 3, 16, 8
@@ -53,8 +53,8 @@ class Layer(nn.Module):
             param.data.copy_(whole[first : first + m])
 
     def forward(self, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> Tensor:
-        copied = weights_in_words(self.experts.named_parameters())
-        rows = self.dispatcher.dispatch(x, ids, w, mask, copied=copied)
+        facts = Facts(self.dispatcher.weights_fact(self.experts.named_parameters()))
+        rows = self.dispatcher._dispatch(x, ids, w, mask, facts=facts)
         own = {"num_slots": rows.num_slots, "replicas": rows.replicas}
         return self.dispatcher.combine(self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **own), rows)
 

@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.test_replicated_exchange import EVEN, D, E, K, factors
+from dispatch.test_replicated_exchange import EVEN, D, E, K
 from dispatch.test_replicated_schedule import Layer
 from dispatch.test_schedule import OneSync
 from helpers.cases import PATTERNS, case
-from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.options import CombineMode, ReplicationConfig
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.errors import TrimtabError
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
@@ -30,43 +29,21 @@ def groups(transport: Any) -> tuple[Any, Any]:
     return transport(ep[dist.get_rank() % 2]), transport(etp[dist.get_rank() // 2])
 
 
-def shares_on_rank(transport: Any, combine: CombineMode) -> dict[str, float]:
-    rank, ranks, m, errors = dist.get_rank(), 4, E // 2, {}
+def shares_on_rank(transport: Any, combine: CombineMode) -> None:
     over_ep, over_etp = groups(transport)
     dispatcher = Dispatcher(E, over_ep, combine=combine, replication=EVEN, etp=over_etp, layer="moe")
     shares = ExpertTensorGroup(over_etp, "moe")
     for pattern in PATTERNS:
-        x, ids, w, mask = case(pattern, rank, ranks, E, K, D, torch.float64)
-        own = dispatcher.dispatch(x.requires_grad_(), ids, w.requires_grad_(), mask)
-        assert own.replicas is not None
-        rows = shares.dispatch(own.x_MD, own.ids_MK, own.weights_MK, own.num_slots)
-        first = rank // 2 * m
-        (replicas,) = own.replicas.send([torch.arange(first, first + m)[:, None]])
-        factor = factors()[torch.cat((torch.arange(first, first + m), replicas[:, 0]))].requires_grad_()
-        each_MK = factor[rows.ids_MK.clamp(0)] * rows.weights_MK
-        half = rows.x_MD * each_MK.masked_fill(rows.ids_MK < 0, 0).sum(1)[:, None] / 2
-        y = dispatcher.combine(shares.combine(half, rows), own)
-        dx, dfactor = torch.autograd.grad(y.sum(), (x, factor))
-        home = dfactor[:m].clone()
-        own.replicas.add_home([dfactor[m:]], [home])
-        real = ids >= 0 if mask is None else (ids >= 0) & mask[:, None]
-        clean = x.detach() if mask is None else x.detach().masked_fill(~mask[:, None], 0)
-        f_TK = (factors()[ids.clamp(0)] * real * w.detach()).sum(1, keepdim=True)
-        truth_E = torch.zeros(E, dtype=torch.float64)
-        truth_E.index_add_(0, ids.clamp(0).flatten(), (clean.sum(1, keepdim=True) * real * w.detach()).flatten() / 2)
-        dist.all_reduce(truth_E)
-        pairs = {"y": (y, clean * f_TK), "dx": (dx, f_TK.expand_as(dx)), "experts": (home, truth_E[first : first + m])}
-        errors |= {f"{pattern} {name}": relative_error(ours, truth) for name, (ours, truth) in pairs.items()}
-        report = dispatcher.replicated
+        own = dispatcher.dispatch(*case(pattern, dist.get_rank(), 4, E, K, D, torch.float64))
+        rows, report = shares.dispatch(own.x_MD, own.ids_MK, own.weights_MK, own.num_slots), dispatcher.replicated
         assert report is not None
-        assert int((rows.ids_MK >= 0).sum()) == int(report.loads_after_P[rank // 2])
+        assert int((rows.ids_MK >= 0).sum()) == int(report.loads_after_P[dist.get_rank() // 2])
         assert int(report.loads_after_P.max()) <= -(-int(report.loads_before_P.sum()) // 2)
-    return {name: error for name, error in errors.items() if not error <= 1e-12}
 
 
 @pytest.mark.parametrize(("transport", "combine"), [(AllToAll, "sum"), (SharedMemory, "ordered")])
 def test_ranks_that_share_f_plan_what_all_of_them_compute(transport: type, combine: CombineMode) -> None:
-    assert run_ranks(shares_on_rank, 4, transport, combine) == [{}] * 4
+    run_ranks(shares_on_rank, 4, transport, combine)
 
 
 def broken_on_rank(transport: Any, what: str) -> tuple[str, tuple[int, ...], str]:

@@ -21,9 +21,10 @@ from helpers.weights import expert_weights
 from trimtab.dispatch.all_gather import AllGather, all_gather_tensor
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.checks import _checked_on_device, name_bytes
-from trimtab.dispatch.dispatcher import COMBINE_MODES, CombineMode, Dispatcher
-from trimtab.dispatch.handshake import COLUMNS
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.facts import COLUMNS
 from trimtab.dispatch.host_memory import HostMemory
+from trimtab.dispatch.options import COMBINE_MODES, CombineMode
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.errors import ConfigError, DesyncError, InputError
@@ -285,6 +286,7 @@ def test_no_branch_on_emptiness_in_the_exchange_the_kernels_and_the_experts() ->
     found = {str(p.relative_to(root)): m[0] for p in files if (m := branch.search(p.read_text()))}
     assert found.keys() == {
         "routing/replay.py",  # what a file of recorded decisions holds: no step of a layer
+        "routing/observers.py",  # the same, before a forward is told
         "integrations/megatron/layer.py",  # Megatron's own router cannot reshape the logits of no tokens
     }
 

@@ -27,7 +27,8 @@ from helpers.ranks import _rank_main, come, run_ranks, wait_until
 from trimtab.dispatch import dispatcher as dispatcher_module
 from trimtab.dispatch import shared_memory
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.dispatcher import CombineMode, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.options import CombineMode
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transports import Auto
 from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout

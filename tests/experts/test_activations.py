@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.test_expert_module import TRUTH
 from helpers.comparing import cut
+from helpers.pair_truth import TRUTHS
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import ACTIVATIONS, Activation, activation_of, clamped
 from trimtab.experts.module import ExpertMLP
@@ -22,7 +22,7 @@ def clamped_halves(pre: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Activation, Callable[[Tensor], Tensor]]] = {
-    name: (activation_of(name), TRUTH[name]) for name in ACTIVATIONS
+    name: (activation_of(name), TRUTHS[name]) for name in ACTIVATIONS
 } | {"clamped_halves": (activation_of(clamped(1.0, 7.0, 0.0, interleaved=False)), clamped_halves)}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from random import Random
 
-from trimtab.dispatch.dispatcher import CombineMode
+from trimtab.dispatch.options import CombineMode
 from trimtab.layout import ALIGNMENTS
 
 BLOCK = 64

@@ -19,14 +19,8 @@ from torch import Tensor
 from helpers.replica_bounds import replica_bounds
 from helpers.replica_plan_loops import best, candidates, cells_of, places_of
 from trimtab.cli import Progress
-from trimtab.dispatch.replication.plan import (
-    ReplicaPlan,
-    ReplicationConfig,
-    home_view,
-    physical_ids,
-    replica_plan,
-    slot_shares,
-)
+from trimtab.dispatch.options import ReplicationConfig
+from trimtab.dispatch.replication.plan import ReplicaPlan, home_view, physical_ids, replica_plan, slot_shares
 
 TOLERANCES = (0.0, None, 0.1, None, 1 / 64, None, 0.5, 0.0, 4.0, 0.001)
 COSTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -177,7 +171,7 @@ def _broken_promises(plan: ReplicaPlan, cells_nEP: Tensor, counts_HPE: Tensor, c
     is_replica_EP = plan.slots_EP > 0
     home_view(is_replica_EP).fill_(False)
     pairs = int(is_replica_EP.view(ranks, e, ranks).any(1).sum())
-    most = int(plan.loads_P.max())
+    most = int(plan.loads_after_P.max())
     before = int(loads_E.view(ranks, e).sum(1).max())
     into_P = is_replica_EP.sum(0)
     place_EP = torch.full_like(plan.place_EP, -1)

@@ -9,10 +9,12 @@ import ast
 import re
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import trimtab
 
@@ -133,6 +135,30 @@ def loaded_by(module: str) -> tuple[int, int]:
     return sum(map(lines_of, files)), len(files)
 
 
+def functions_of_a_forward() -> Counter[str]:
+    """Calls of the package's functions in one `MoE.forward` after the first: 4 tokens, the C++ backend, one rank.
+    "file:function" to how often; comprehensions and generators count each time that they run."""
+    import torch
+
+    from trimtab import MoEConfig, RouterConfig
+
+    layer = MoEConfig(dim=64, hidden=32, router=RouterConfig(num_experts=8, top_k=2), kernels="cpu").build("layer")
+    x, found = torch.randn(4, 64), Counter[str]()
+    layer(x)
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(PACKAGE):
+            found[f"{file.relative_to(PACKAGE)}:{frame.f_code.co_qualname}"] += 1
+
+    sys.setprofile(count)
+    try:
+        layer(x)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
 def statements_of(module: str, owner: str, function: str) -> int:
     """Statements in the body of a method, without its docstring, those in blocks included."""
     tree = tree_of(PACKAGE / f"{module.replace('.', '/')}.py")
@@ -230,6 +256,8 @@ def main() -> None:
     print(f"{'together':14} {sum(map(lines_of, sources())):6} lines {len(sources()):4} files")
     print(f"{'tests':14} {test_lines():6} lines, without {', '.join(WORKSHOP)}")
     print("import trimtab.moe loads {} lines in {} files".format(*loaded_by("trimtab.moe")))
+    calls = functions_of_a_forward()
+    print(f"MoE.forward calls {calls.total()} functions in {len({name.partition(':')[0] for name in calls})} files")
     print(f"MoE.forward: {statements_of('moe', 'MoE', 'forward')} statements")
     private = private_lines()
     print(f"private names of torch: {len(private)} lines")

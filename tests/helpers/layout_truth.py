@@ -161,9 +161,10 @@ def _forward(model: Model, x: Tensor, b: Batch) -> _Run:
         total = w.sum(-1, keepdim=True)
         w = w / total.masked_fill(total == 0, 1)
         e, act = moe.experts, ACTIVATIONS[moe.config.activation]
+        up = "gate_up" if e.gated else "up"
         y = oracle.moe(
-            h, ids, w, e.gate_up, e.down, up_bias_EI=e.gate_up_bias, down_bias_ED=e.down_bias, activation=act,
-            token_mask_T=real.reshape(-1),
+            h, ids, w, e.get_parameter(up), e.down, up_bias_EI=getattr(e, f"{up}_bias"), down_bias_ED=e.down_bias,
+            activation=act, token_mask_T=real.reshape(-1),
         )  # fmt: skip
         if moe.shared is not None:
             y = y + (act(h @ moe.shared.up.weight.T) @ moe.shared.down.weight.T) * real.reshape(-1, 1)
@@ -205,4 +206,4 @@ def clamped(pre: Tensor) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-ACTIVATIONS = {"swiglu": oracle.swiglu, "clamped_swiglu": clamped}
+ACTIVATIONS = {"swiglu": oracle.swiglu, "clamped_swiglu": clamped, "relu_squared": lambda pre: pre.relu().square()}

@@ -8,45 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 
-from helpers.recipe_cases import KINDS, RECIPES
-from helpers.stand_ins import PAIRS
-from trimtab import oracle
-from trimtab.experts.activations import activation_of
-from trimtab.experts.linear import GroupedLinear
+from helpers.comparing import rounded
+from helpers.emulated import fenced, fences
+from helpers.pair_modules import MODULES, K, quantize, slots
+from helpers.pair_truth import LOW, TRUTHS, Activated, Quantized, by_expert
+from helpers.threads import torch_threads
 from trimtab.experts.lora_model import add_adapter
 from trimtab.experts.mlp import expert_mlp
-from trimtab.experts.module import ExpertMLP
-from trimtab.experts.quantized import FORMATS, decoded, scales_of
+from trimtab.experts.quantized import FORMATS, decoded
 from trimtab.experts.recipes import Recipe
 from trimtab.kernels.choose import KernelChoice
 
-WIDTH, M, K = 64, 7, 2
+WIDTH, M = 64, 7
 STALE, SCALE = 2.0, 0.5
-EMPTY = ("last", "none", "first", "middle", "all", "no row")
-RANKS = {0.0: 8, 0.5: WIDTH}
-"""By dropout: with some, the factors can be the identity, which shows the mask."""
 KERNELS = {name: KernelChoice(name) for name in ("torch", "cpu", "grouped_mm")}
 """Shared by modules, so that the self-test runs once."""
-LOW = {name: (RECIPES[name], RECIPES[name]) for name in KINDS}
-LOW |= {f"hardware {name}": (kind(backend="hardware"), same) for name, (kind, same) in PAIRS.items()}
-"""By name, a recipe and what it is the same as, emulated. Stand-ins play the hardware."""
-BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 6e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """weights: words joined by "+": bias, lora, a format of codes, separate (one parameter per expert), transposed;
     with lora also whole (its base is trained), shared, a or b (that factor is frozen). own: "activation" or "norm".
-    empty: which of the experts has no rows; dtype, main_dtype: of parameters and of `main_grad`."""
+    empty: which of the experts has no rows, or how else slots fall, see `EMPTY`. rows: of an MLP. activation: a word.
+    dtype, main_dtype: of parameters and of `main_grad`, which with `strided` does not lie as the parameter does.
+    fenced: operands lie between NaN."""
 
     module: str
     weights: str
@@ -59,8 +52,15 @@ class Pair:
     empty: str = "last"
     experts: int = 3
     dtype: torch.dtype = torch.float32
-    main_dtype: torch.dtype = field(default=torch.float32, compare=False)
+    main_dtype: torch.dtype = torch.float32
     activation: str = "swiglu"
+    dim: int = WIDTH
+    hidden: int = WIDTH
+    rows: int = M
+    rank: int = 8
+    threads: int = 1
+    strided: bool = False
+    fenced: bool = False
 
     @property
     def words(self) -> set[str]:
@@ -74,8 +74,9 @@ class Pair:
     def sizes(self) -> list[int]:
         """Rows of a linear's groups."""
         sizes = [2 + (3 * i) % 5 for i in range(self.experts)]
-        which = {"first": [0], "middle": [self.experts // 2], "last": [self.experts - 1], "none": []}
-        for i in which.get(self.empty, range(self.experts)):
+        which = {"first": [0], "middle": [self.experts // 2], "last": [self.experts - 1]}
+        everyone = list(range(self.experts)) if self.empty in ("all", "no row") else []
+        for i in which.get(self.empty, everyone):
             sizes[i] = 0
         return sizes
 
@@ -87,7 +88,8 @@ class Pair:
     def __str__(self) -> str:
         flags = [self.main_grad, "delayed" * self.delayed, self.recipe, "dropout" * bool(self.dropout), self.own]
         named = [self.module, self.weights, *(flag for flag in flags if flag), self.kernels, self.empty]
-        return "-".join([*named, str(self.dtype).removeprefix("torch.")])
+        size = f"{self.rows}x{self.dim}x{self.hidden}" if (self.dim, self.hidden) != (WIDTH, WIDTH) else ""
+        return "-".join([*named, *([size] if size else []), str(self.dtype).removeprefix("torch.")])
 
 
 class Subject:
@@ -100,13 +102,11 @@ class Subject:
         recipe: Recipe | None = LOW[pair.recipe][0] if pair.recipe else None
         options: dict[str, Any] = {"dtype": pair.dtype, "recipe": recipe, "kernels": KERNELS[pair.kernels]}
         options |= {"bias": "bias" in self.words, "main_grad": pair.main_grad, "delay_wgrad": pair.delayed}
-        make = {"mlp": _mlp, "linear": _linear, "te": _transformer_engine, "megatron": _megatron}[pair.module]
-        self.layer, self.names = make(pair, options)
+        self.layer, self.names = MODULES[pair.module](pair, options)
         for name in self.words & FORMATS.keys():
-            _quantize(self.layer, name)
+            quantize(self.layer, name)
         if "lora" in self.words:
-            rank = RANKS[pair.dropout]
-            shared = "shared" in self.words
+            rank, shared = pair.rank, "shared" in self.words
             add_adapter(self.layer, rank=rank, alpha=SCALE * rank, shared=shared, dropout=pair.dropout)
         self.fired: list[str] = []
         self.leaves = self._drawn()
@@ -124,29 +124,29 @@ class Subject:
         def draw(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.randn(shape, generator=g, dtype=torch.float64).mul(scale).to(pair.dtype)
 
+        place = fenced if pair.fenced else lambda t: t
         params = {name: p for name, p in self.layer.named_parameters() if p.dtype != torch.uint8}
         for name, param in params.items():
             if not name.endswith("_scales"):
-                param.data.copy_(draw(*param.shape, scale=param.shape[-1] ** -0.5))
+                param.data = place(draw(*param.shape, scale=param.shape[-1] ** -0.5))
         if "transposed" in self.words:
             for name in self.names:
-                params[name] = nn.Parameter(params[name].detach().flatten(1, -2).mT.contiguous())
+                params[name] = nn.Parameter(place(params[name].detach().flatten(1, -2).mT.contiguous()))
         if pair.own:
             params["gain"] = nn.Parameter(torch.full((1,), 1.5, dtype=pair.dtype))
         fired = self.fired  # a hook that knew this object would keep it for good
         for name, param in params.items():
             param.requires_grad_().register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
         used = sum(pair.sizes)
-        rows = used + pair.tail if self.linear else 0 if pair.empty == "no row" else M
-        self.dy, x = draw(rows, WIDTH), draw(rows, WIDTH)
+        rows = used + pair.tail if self.linear else 0 if pair.empty == "no row" else pair.rows
+        self.dy, x = place(draw(rows, pair.hidden if self.linear else pair.dim)), place(draw(rows, pair.dim))
         if self.linear:
             self.e_S = torch.arange(pair.experts).repeat_interleave(torch.tensor(pair.sizes))
             x[used:] = self.dy[used:] = torch.nan
             return {"x": x, **params}
-        some = torch.tensor([e for e, size in enumerate(pair.sizes) if size] or [-1])
-        ids = some[torch.randint(0, len(some), (rows, K), generator=g)]
-        self.ids = ids.masked_fill(torch.rand(rows, K, generator=g) < 0.2, -1)
-        m_S, k_S = (self.ids >= 0).nonzero().unbind(1)
+        self.ids, self.e_S = slots(pair, rows, g), torch.empty(0)
+        held = (self.ids >= 0) & (self.ids < pair.experts)
+        m_S, k_S = held.nonzero().unbind(1)
         by_expert = self.ids[m_S, k_S].argsort(stable=True)
         self.m_S, self.k_S = m_S[by_expert], k_S[by_expert]
         self.e_S = self.ids[self.m_S, self.k_S]
@@ -168,13 +168,14 @@ class Subject:
         for name, leaf in self.leaves.items():
             leaf.requires_grad_(name in wanted)
             if isinstance(leaf, nn.Parameter):
-                leaf.main_grad = torch.full_like(leaf, STALE, dtype=self.pair.main_dtype)  # type: ignore[attr-defined]
-                leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        y = self.call(self.leaves["x"], self.leaves.get("w"))
-        if asked:
-            (self.leaves[asked].grad,) = torch.autograd.grad(y, [self.leaves[asked]], self.dy)
-        else:
-            y.backward(self.dy)
+                leaf.main_grad, leaf.grad_added_to_main_grad = self._main_grad(leaf), False  # type: ignore[attr-defined]
+        with torch_threads(self.pair.threads):
+            y = self.call(self.leaves["x"], self.leaves.get("w"))
+            if asked:
+                (self.leaves[asked].grad,) = torch.autograd.grad(y, [self.leaves[asked]], self.dy)
+            else:
+                y.backward(self.dy)
+        if not asked:
             early = set(self.fired) - {"gain"}
             assert not (self.pair.delayed and early), f"the hooks of {early} fired before backward_dw()"
             self.layer.backward_dw()
@@ -182,12 +183,19 @@ class Subject:
         assert y.dtype == self.pair.dtype
         return {"y": y.detach()} | {name: self._got(name, leaf) for name, leaf in self.leaves.items()}
 
+    def _main_grad(self, leaf: Tensor) -> Tensor:
+        made = torch.full(leaf.shape, STALE, dtype=self.pair.main_dtype)
+        if self.pair.strided and leaf.ndim > 1:
+            made = made.transpose(-1, -2).contiguous().transpose(-1, -2)
+        return fenced(made) if self.pair.fenced else made
+
     def _got(self, name: str, leaf: Tensor) -> Tensor | None:
         """Where the mode has it, and nowhere else."""
         mode, main_grad = self.pair.main_grad, getattr(leaf, "main_grad", None)
         assert leaf.grad is None or (leaf.grad.shape, leaf.grad.dtype) == (leaf.shape, leaf.dtype), name
         if main_grad is None:
             return leaf.grad
+        assert not self.pair.fenced or fences(main_grad).isnan().all(), f"beside main_grad of {name}"
         if not leaf.grad_added_to_main_grad:  # type: ignore[attr-defined]
             assert (main_grad == STALE).all(), f"main_grad of {name} was written, and nobody told"
             is_weight = "adapters" not in name and "bias" not in name and name != "gain"
@@ -223,7 +231,7 @@ class Subject:
         self.low = [state.call() for state in states] or [None, None]
         if self.linear:
             used = self.product(t, 0, t["x"][: sum(pair.sizes)], 1.0)
-            y, dy = torch.cat([used, used.new_zeros(pair.tail, WIDTH)]), self.dy.nan_to_num().double()
+            y, dy = torch.cat([used, used.new_zeros(pair.tail, pair.hidden)]), self.dy.nan_to_num().double()
         else:
             own: Callable[[Tensor], Tensor] = lambda rows: torch.tanh(rows) * t["gain"]  # noqa: E731
             pre, w_S1 = self.product(t, 0, t["x"][self.m_S], 1.0), t["w"][self.m_S, self.k_S][:, None]
@@ -238,28 +246,28 @@ class Subject:
 
     def _activated(self, pre: Tensor) -> Tensor:
         if self.low[0]:
-            h: Tensor = _Rounded.apply(pre, self.pair)
+            h: Tensor = Activated.apply(pre, self.pair.activation, self.pair.dtype)
             return h
-        if self.pair.activation == "relu_squared":
-            return torch.relu(pre).square()
-        return oracle.swiglu(pre)
+        return rounded(TRUTHS[self.pair.activation], self.pair.dtype)(pre)
 
     def product(self, t: dict[str, Tensor], which: int, rows_SI: Tensor, w_S1: Tensor | float) -> Tensor:
         """One weight of each row's expert, with all that belongs to it, times w: [S, O]."""
         name, low = self.names[which], self.low[which]
         weight = self._base(t, name)
         if low is None:
-            y = torch.einsum("si,soi->so", rows_SI, weight[self.e_S])
+            y = by_expert(rows_SI, weight, self.e_S)
         else:
-            y = _Quantized.apply(rows_SI * w_S1, weight, low, self.e_S, self.pair)
+            y = Quantized.apply(
+                rows_SI * w_S1, weight, low, self.e_S, LOW[self.pair.recipe][1].alignment, self.pair.dtype
+            )
         if "bias" in self.words:
             bias = name.replace("weight", "bias") if "weight" in name else f"{name}_bias"
             y = y + self._stacked(t, bias).flatten(1)[self.e_S] * w_S1
         if "lora" in self.words:
             a, b = (t[f"adapters.default.{name}_{kind}"].flatten(1, -2) for kind in "ab")
-            a, b = (f.expand(self.pair.experts, -1, -1)[self.e_S] for f in (a, b))
+            a, b = (f.expand(self.pair.experts, -1, -1) for f in (a, b))
             rows_SI = rows_SI * w_S1 * self.masks[which]
-            y = y + SCALE * torch.einsum("si,sri,sor->so", rows_SI, a, b)
+            y = y + SCALE * by_expert(by_expert(rows_SI, a, self.e_S), b, self.e_S)
         return y
 
     def _base(self, t: dict[str, Tensor], name: str) -> Tensor:
@@ -293,103 +301,3 @@ class Subject:
         assert {round(float(v), 2) for v in mask.unique()} <= {0.0, 1 / (1 - self.pair.dropout)}
         assert not len(mask) or 0.3 < mask.count_nonzero() / mask.numel() < 0.7
         return mask.double()
-
-
-class _Rounded(Function):
-    """A known activation on pre-activations as experts in the pair's dtype round them."""
-
-    @staticmethod
-    def forward(ctx: Any, pre: Tensor, pair: Pair) -> Tensor:
-        ctx.activation, ctx.pre = activation_of(pair.activation), pre.to(pair.dtype)
-        return ctx.activation.forward(ctx.pre).double()
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
-        return ctx.activation.backward(ctx.pre, dh.to(ctx.pre.dtype)).double(), None
-
-
-class _Quantized(Function):
-    """Three products of what a recipe makes of their operands, laid out in aligned segments from Python integers."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_SI: Tensor, w_EOI: Tensor, low: Any, e_S: Tensor, pair: Pair) -> Tensor:
-        alignment, starts = LOW[pair.recipe][1].alignment, [0]
-        counts = torch.bincount(e_S, minlength=pair.experts).tolist()
-        for count in counts:
-            starts.append(starts[-1] + -(-count // alignment) * alignment)
-        place_S = torch.cat([start + torch.arange(n) for start, n in zip(starts, counts, strict=False)])
-        rows, w_EIO = rows_SI.to(pair.dtype), w_EOI.to(pair.dtype).mT
-
-        def made(method: Callable[..., Tensor], values_SC: Tensor, along: str) -> Tensor:
-            spread = values_SC.new_zeros(starts[-1], values_SC.shape[1])
-            spread[place_S] = values_SC
-            return method(spread, torch.tensor(starts), along)[place_S].double()
-
-        ctx.made, ctx.low, ctx.rows, ctx.w, ctx.e_S = made, low, rows, w_EIO, e_S
-        return torch.einsum("si,sio->so", made(low.activation, rows, "row"), low.weight(w_EIO, "in").double()[e_S])
-
-    @staticmethod
-    def backward(ctx: Any, d_SO: Tensor) -> tuple[Tensor | None, ...]:
-        d, low = d_SO.to(ctx.rows.dtype), ctx.low
-        back = low.weight(ctx.w, "out").double()[ctx.e_S]
-        dx = torch.einsum("so,sio->si", ctx.made(low.gradient, d, "row"), back).to(d.dtype).double()
-        x, d = ctx.made(low.activation, ctx.rows, "column"), ctx.made(low.gradient, d, "column")
-        dw = torch.zeros(ctx.w.shape, dtype=torch.float64).mT.index_add(0, ctx.e_S, torch.einsum("si,so->soi", x, d))
-        return dx, dw, None, None, None
-
-
-def _mlp(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    layer = ExpertMLP(pair.experts, WIDTH, WIDTH, activation=pair.activation, **options)
-    return layer, layer.parameter_names[:2]
-
-
-def _linear(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    single = "separate" not in pair.words
-    return GroupedLinear(pair.experts, WIDTH, WIDTH, single_parameter=single, **options), ("weight",)
-
-
-def _transformer_engine(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    from trimtab.integrations import transformer_engine as te
-
-    layer = te.GroupedLinear(
-        pair.experts, WIDTH, WIDTH, bias=options["bias"], params_dtype=pair.dtype, device="cpu",
-        fuse_wgrad_accumulation=pair.main_grad != "off", delay_wgrad_compute=pair.delayed,
-        single_grouped_weight=not pair.words & {"separate", "separate_weight"},
-        single_grouped_bias=not pair.words & {"separate", "separate_bias"},
-        recipe=options["recipe"], kernels=options["kernels"],
-    )  # fmt: skip
-    return layer, ("weight",)
-
-
-def _megatron(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    from integrations.megatron.test_experts import GROUPS, config
-    from trimtab.integrations.megatron.experts import Experts
-
-    made = config(
-        hidden_size=WIDTH, moe_ffn_hidden_size=WIDTH, add_bias_linear=options["bias"], gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, gradient_accumulation_fusion=pair.main_grad != "off",
-        num_moe_experts=pair.experts,
-    )  # fmt: skip
-    made.delay_wgrad_compute = pair.delayed  # which Megatron's own checks allow with overlapped exchanges alone
-    single = "separate" not in pair.words
-    layer = Experts(pair.experts, made, pg_collection=GROUPS, single_parameter=single).to(pair.dtype)
-    layer.kernels = options["kernels"]
-    return layer, ("linear_fc1.weight", "linear_fc2.weight")
-
-
-@torch.no_grad()
-def _quantize(layer: ExpertMLP, name: str) -> None:
-    """By the public encoder, or as a loader of checkpoints does where there is none: random codes."""
-    if FORMATS[name].quantize:
-        layer.quantize_(name)
-        return
-    layer.quantize_("int8")
-    layer.codes = name, layer.codes[1]  # type: ignore[index]
-    for key in layer.parameter_names[:2]:
-        shape = layer.get_parameter(key).shape
-        codes = torch.randint(0, 120, (*shape[:-1], shape[-1] // FORMATS[name].per_byte), dtype=torch.uint8)
-        scales = torch.full(scales_of(codes.flatten(1, -2), name), 0.02)
-        if FORMATS[name].scales is torch.uint8:
-            scales = scales.fill_(122).to(torch.uint8)
-        setattr(layer, key, nn.Parameter(codes, requires_grad=False))
-        setattr(layer, f"{key}_scales", nn.Parameter(scales, requires_grad=False))

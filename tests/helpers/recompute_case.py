@@ -15,6 +15,7 @@ import trimtab.routing.router as router_module
 from trimtab.autograd import in_backward
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.options import ReplicationConfig
 from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import replay_in_recompute
@@ -91,18 +92,23 @@ def micro_batches(count: int, seed: int = 1) -> list[Tensor]:
 
 
 def on_ranks() -> dict[str, float]:
-    """Two expert-parallel ranks, one of which rounds differently on its second run: gradients as without recompute."""
+    """Two expert-parallel ranks, one of which rounds differently on its second run: gradients as without recompute,
+    with replicated experts, too."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = []
-    for replay in (False, True):
+    for replay, replication in ((False, None), (True, None), (True, ReplicationConfig(tolerance=0.0, copy_cost=0))):
         block = Block(twins())
         moe, e = block.moe, E // ranks
         for name in ("gate_up", "down"):
             setattr(moe.experts, name, nn.Parameter(getattr(moe.experts, name)[rank * e : rank * e + e].detach()))
         moe.experts.num_experts = e
-        moe.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer="twins")
+        moe.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer="twins", replication=replication)
         xs = micro_batches(1, seed=5 + rank)
         with perturbed() if rank == 0 else nullcontext():
             run(block, xs[0], replay).backward()
         found.append(grads(block, xs))
-    return {name: float((found[0][name] - found[1][name]).abs().max()) for name in found[0]}
+    return {
+        f"{name} {way}": float((found[0][name] - again[name]).abs().max())
+        for way, again in enumerate(found[1:])
+        for name in found[0]
+    }

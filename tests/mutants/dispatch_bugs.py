@@ -25,7 +25,7 @@ from trimtab.kernels.rows import Csr, combine_rows, gather_rows
 
 
 def _one_choice_per_rank(p: Patches) -> None:
-    @p.around(Dispatcher, "dispatch")
+    @p.around(Dispatcher, "_dispatch")
     def dispatch(original: Any, self: Dispatcher, *args: Any, **options: Any) -> Dispatched:
         rows: Dispatched = original(self, *args, **options)
         if self.transport is None or rows.slot_row_R is not None:
@@ -43,7 +43,7 @@ def _last_expert(p: Patches) -> None:
 
 
 def _ranks_reversed(p: Patches) -> None:
-    @p.around(Dispatcher, "dispatch")
+    @p.around(Dispatcher, "_dispatch")
     def dispatch(original: Any, self: Dispatcher, x: Tensor, ids: Tensor, *args: Any, **options: Any) -> Dispatched:
         e = self.experts_per_rank
         mirrored = (self.ranks - 1 - ids.div(e, rounding_mode="floor")) * e + ids % e

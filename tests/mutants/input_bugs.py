@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mutants.patching import Mutant, Patches
@@ -40,7 +41,7 @@ def _padding_dispatched(p: Patches) -> None:
 def _change_ids(p: Patches, change: Any) -> None:
     """Let the dispatcher see other ids."""
 
-    @p.around(Dispatcher, "dispatch")
+    @p.around(Dispatcher, "_dispatch")
     def dispatch(original: Any, self: Dispatcher, x_TD: Tensor, ids_TK: Tensor, *args: Any, **how: Any) -> Dispatched:
         rows: Dispatched = original(self, x_TD, change(ids_TK, self), *args, **how)
         return rows
@@ -76,11 +77,10 @@ def _nan_passes(p: Patches) -> None:
 
 
 def _raised_alone(p: Patches) -> None:
-    @p.around(Dispatcher, "_raise_if_bad")
-    def alone(original: Any, self: Dispatcher, bad_P: list[int], *args: Any) -> None:
-        assert self.transport is not None
-        rank = self.transport.rank
-        original(self, [bad if other == rank else 0 for other, bad in enumerate(bad_P)], *args)
+    @p.around(checks, "raise_if_bad")
+    def alone(original: Any, bad_P: list[int], *args: Any, ranked: bool = False, **how: Any) -> None:
+        own = [bad if not ranked or other == dist.get_rank() else 0 for other, bad in enumerate(bad_P)]
+        original(own, *args, ranked=ranked, **how)
 
 
 def _dropped_dx(p: Patches) -> None:
@@ -92,7 +92,7 @@ def _dropped_dx(p: Patches) -> None:
 
 
 MUTANTS = (
-    Mutant(name="padding_dispatched", patch=_padding_dispatched, look="1r-local/*masked/*",
+    Mutant(name="padding_dispatched", patch=_padding_dispatched, look="2r-ep2-cp2/all_masked/*",
            says="padding is masked from the losses and loads but still dispatched (Megatron-LM)"),
     Mutant(name="wild_ids_clamped", patch=_wild_ids, look="1r-local/bad_id/*",
            says="an id out of range is clamped to the last expert and nobody is told"),
@@ -102,7 +102,7 @@ MUTANTS = (
            says="dropped slots are dispatched to expert 0, with its weight"),
     Mutant(name="nan_weights_pass", patch=_nan_passes, look="1r-local/nan_logits/*",
            says="NaN logits route tokens somewhere and train on"),
-    Mutant(name="bad_input_raised_alone", patch=_raised_alone, look="2r-ep2/*", hangs=True,
+    Mutant(name="bad_input_raised_alone", patch=_raised_alone, look="2r-ep2/bad_id/*", hangs=True,
            says="the rank with the bad input raises and its peers wait for it (a hang that names nobody)"),
     Mutant(name="dx_of_dropped_tokens", patch=_dropped_dx, look="1r-local/*dropped/*",
            says="a token whose slots are all dropped gets the output's gradient instead of zeros"),

@@ -157,64 +157,9 @@ def test_before_and_after_parallelize_and_from_one_cut_to_another(tmp_path: Path
     run_ranks(_after_parallelize, 2, tmp_path)
 
 
-FORMS = {"int8": (D, F), "nf4": (64, 128)}
-"""D and F of experts of codes: NF4 has blocks of 64 inputs."""
-
-
-def _coded(form: str, shared: bool) -> tuple[trimtab.MoE, Tensor]:
-    dim, hidden = FORMS[form]
-    moe = layer(dim=dim, hidden=hidden)
-    moe.experts.quantize_(form)
-    moved(trimtab.add_adapter(moe, rank=2, shared=shared))
-    return moe, rows(dim)
-
-
-def _of_codes(form: str, way: str) -> dict[str, Tensor]:
-    """Adapters on codes: output and gradients over two ranks, each with half of the experts, half of F or a copy."""
-    shape = {"ep": (1, 1, 2), "etp": (1, 2, 1)}.get(way, (2, 1, 1))
-    (moe, x), mesh = (
-        _coded(form, way in ("ep", "etp")),
-        init_device_mesh("cpu", shape, mesh_dim_names=("edp", "etp", "ep")),
-    )
-    trimtab.parallelize(moe, mesh["etp", "ep"], {"": trimtab.ExpertParallel(etp="etp")})
-    model: nn.Module = moe
-    if way in ("fsdp", "ddp"):
-        dp = init_device_mesh("cpu", (2,))
-        model = {"fsdp": trimtab.fully_shard_moe, "ddp": trimtab.ddp}[way](moe, dp, mesh["edp"])
-    y = model(x).y
-    y.square().sum().backward()
-    if way in ("ep", "etp"):
-        held = moe.experts.get_parameter("down")
-        assert isinstance(held, DTensor)
-        assert held.to_local().dtype is torch.uint8
-        assert 2 * held.to_local().numel() == held.numel()
-    found = {"y": y.detach()}
-    for name, param in moe.named_parameters():
-        if param.grad is not None and "experts" in name:
-            grad = param.grad
-            found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return found
-
-
-@pytest.mark.parametrize(
-    ("form", "way"), [("int8", "ep"), ("int8", "fsdp"), ("int8", "ddp"), ("int8", "etp"), ("nf4", "etp")]
-)
-def test_codes_with_adapters_over_ranks(form: str, way: str) -> None:
-    summed = way in ("ep", "etp")
-    moe, x = _coded(form, summed)
-    y = moe(x).y
-    y.square().sum().backward()
-    true = {"y": y.detach()} | {n: p.grad for n, p in moe.named_parameters() if p.grad is not None and "experts" in n}
-    factor = 2 if summed else 1  # both ranks have the same tokens: a sum of two losses, or a mean
-    for found in run_ranks(_of_codes, 2, form, way):
-        assert set(found) == set(true)
-        torch.testing.assert_close(found.pop("y"), true["y"])
-        for name, grad in found.items():
-            torch.testing.assert_close(grad, factor * true[name])
-
-
 def _cut_blocks() -> str:
-    moe, _ = _coded("nf4", shared=False)
+    moe = layer(dim=64, hidden=128)
+    moe.experts.quantize_("nf4")
     with pytest.raises(ConfigError) as raised:
         trimtab.parallelize(
             moe, init_device_mesh("cpu", (4, 1), mesh_dim_names=("etp", "ep")), {"": trimtab.ExpertParallel(etp="etp")}

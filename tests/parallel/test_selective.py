@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from helpers.comparing import relative_error
 from helpers.layout_truth import D, Model, build
 from helpers.ranks import run_ranks
-from trimtab.dispatch.dispatcher import COMBINE_MODES
+from trimtab.dispatch.options import COMBINE_MODES
 from trimtab.experts.activations import ACTIVATIONS
 from trimtab.moe import MoEConfig
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize

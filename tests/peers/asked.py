@@ -18,6 +18,8 @@ def reason(lacking: Mapping[str, bool], t: Topology, pattern: Pattern, *, groupe
         "its experts have no adapters of their own": t.adapter != "none",
         "it copies no experts for one call": t.replicas != "none",
         "it is not asked to run layers again": t.rerun != "none",
+        "its experts are not asked to be codes": t.codes != "none",
+        "it is not asked where gradients of weights go": (t.sink, t.later) != ("none", "none"),
         "it does not split experts over etp as well as over ep": t.etp > 1,
         "its MoE takes no token mask: padding is routed as any token is": pattern.masked > 0,
         "it has no dropped slots: each slot holds an expert's id": pattern.name in ("dropped", "all_dropped"),

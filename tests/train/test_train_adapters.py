@@ -1,4 +1,4 @@
-"""`trimtab train --lora`: adapters alone are learnt, saved and gone on with, on one rank and on two."""
+"""`trimtab train --lora`: adapters alone are learned, saved and gone on with, on one rank and on two."""
 
 from __future__ import annotations
 

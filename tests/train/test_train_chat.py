@@ -1,4 +1,4 @@
-"""What the assistant is to say is learnt, token for token, with the templates that TRL ships and a few odd ones."""
+"""What the assistant is to say is learned, token for token, with the templates that TRL ships and a few odd ones."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def tokenizer(template: str) -> Any:
 
 
 def runs(tok: Any, piece: Piece) -> list[tuple[str, str]]:
-    """The runs of labelled tokens: the text before each, and what is learnt there."""
+    """The runs of labeled tokens: the text before each, and what is learned there."""
     ids, labels = piece
     assert len(ids) == len(labels)
     borders = [
@@ -115,7 +115,7 @@ def runs(tok: Any, piece: Piece) -> list[tuple[str, str]]:
     return [(tok.decode(ids[:start]), tok.decode(labels[start:end])) for start, end in pairs]
 
 
-def learnt(tok: Any, messages: Any, tools: Any = None) -> list[str]:
+def learned(tok: Any, messages: Any, tools: Any = None) -> list[str]:
     return [run for piece in encode_chat(tok, messages, "here", tools) for _, run in runs(tok, piece)]
 
 
@@ -131,7 +131,7 @@ def answer_words(message: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_answer_is_learnt_once_with_its_end_and_nobody_else(name: str) -> None:
+def test_every_answer_is_learned_once_with_its_end_and_nobody_else(name: str) -> None:
     tok, trained = shipped(name), 0
     for kind, messages in KINDS.items():
         tools = TOOLS if kind.startswith("call") else None
@@ -146,7 +146,7 @@ def test_every_answer_is_learnt_once_with_its_end_and_nobody_else(name: str) -> 
         )
         if whole is None or nothing:
             with pytest.raises(InputError, match=r"refused|renders"):
-                learnt(tok, messages, tools)
+                learned(tok, messages, tools)
             continue
         trained += 1
         found = [run for piece in encode_chat(tok, messages, "here", tools) for run in runs(tok, piece)]
@@ -184,12 +184,7 @@ class Window(nn.Module):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_model_trained_on_a_template_answers_and_stops(name: str) -> None:
     tok = shipped(name)
-    messages = [
-        user("Uone"),
-        said("Aone"),
-        user("Utwo"),
-        said("Atwo"),
-    ]
+    messages = KINDS["two"]
     pieces = list(encode_chat(tok, messages, "here"))
     places = [(ids[:i], label) for ids, labels in pieces for i, label in enumerate(labels) if label != IGNORED]
     with torch.random.fork_rng():
@@ -200,6 +195,8 @@ def test_a_model_trained_on_a_template_answers_and_stops(name: str) -> None:
             optimizer.zero_grad()
             contexts, labels = zip(*places, strict=True)
             loss = nn.functional.cross_entropy(model(list(contexts)), torch.tensor(labels))
+            if loss < 0.002:
+                break
             loss.backward()
             optimizer.step()
     assert loss < 0.01
@@ -215,7 +212,7 @@ def test_a_model_trained_on_a_template_answers_and_stops(name: str) -> None:
         assert tok.decode(answer[-1:]) in (end_of(name), "<|user|>")
 
 
-def test_a_template_that_writes_another_end_into_history_has_its_own_end_learnt() -> None:
+def test_a_template_that_writes_another_end_into_history_has_its_own_end_learned() -> None:
     tok = shipped("gptoss")
     ((ids, labels),) = encode_chat(tok, KINDS["two"], "here")
     other = [
@@ -242,8 +239,8 @@ def test_reasoning_that_the_prompt_opens_is_closed_though_the_template_renders_n
     assert before == rendered(tok, KINDS["thoughts"][:1], prompt=True)
     assert before.endswith("<think>\n")
     assert run == f"Rone\n</think>\n\nAone{end_of('deepseek')}"
-    assert learnt(tok, KINDS["reasoning"][:2]) == [run]
-    assert learnt(tok, ONE) == [f"\n</think>\n\nAone{end_of('deepseek')}"]
+    assert learned(tok, KINDS["reasoning"][:2]) == [run]
+    assert learned(tok, ONE) == [f"\n</think>\n\nAone{end_of('deepseek')}"]
 
 
 def test_a_long_conversation_is_tokenized_once() -> None:
@@ -267,16 +264,16 @@ def test_marks_of_the_tokenizers_own_template_are_obeyed() -> None:
         "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|end|>\n{% endfor %}"
     )
     tok = tokenizer(marked)
-    assert learnt(tok, KINDS["two"]) == ["Aone<|end|>", "Atwo<|end|>"], "the end is learnt though it lies outside"
-    assert learnt(tok, KINDS["weights"]) == ["Atwo<|end|>"]
+    assert learned(tok, KINDS["two"]) == ["Aone<|end|>", "Atwo<|end|>"], "the end is learned though it lies outside"
+    assert learned(tok, KINDS["weights"]) == ["Atwo<|end|>"]
     tok.chat_template = marked.replace(
         "{{ m['content'] }}{% endgeneration %}", "{% endgeneration %}{% generation %}{% endgeneration %}", 1
     )
     with pytest.raises(InputError, match="marks 2 spans of it as generated"):
-        learnt(tok, KINDS["weights"])
+        learned(tok, KINDS["weights"])
 
 
-def test_where_no_turn_is_ended_the_end_of_text_is_learnt_there() -> None:
+def test_where_no_turn_is_ended_the_end_of_text_is_learned_there() -> None:
     tok = tokenizer(
         "{% for m in messages %}### {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}### assistant:{% endif %}"
@@ -286,8 +283,9 @@ def test_where_no_turn_is_ended_the_end_of_text_is_learnt_there() -> None:
     assert tok.decode(ids) == rendered(tok, KINDS["two"]).rstrip() + "<|eos|>", "the first one's end is a label alone"
 
 
-def test_the_template_is_told_of_tools_and_calls_are_learnt() -> None:
+def test_the_template_is_told_of_tools_and_calls_are_learned() -> None:
     tok = byte_tokenizer()
+    assert learned(tok, [user("Uone"), said("Zone", weight=0), user("Utwo")]) == []
     messages = [user("one two"), said("", tool_calls=[CALL])]
     ((before, answer),) = runs(tok, next(encode_chat(tok, messages, "here", TOOLS)))
     assert before == f"<|start|>tools\n{json.dumps(TOOLS)}<|end|>\n<|start|>user\none two<|end|>\n<|start|>assistant\n"
@@ -305,11 +303,7 @@ def test_a_token_across_the_border_and_tokenizers_without_offsets() -> None:
     assert tok.convert_ids_to_tokens(ids) == ["b", ":", "b", ";", "a", ":y", "b", ";"]
     assert [label != IGNORED for label in labels] == [False] * 5 + [True] * 3, "the token across it is the answer's"
     slow = ByT5Tokenizer(chat_template="{% for m in messages %}{{ m['content'] }}</s>{% endfor %}")
-    assert learnt(slow, KINDS["two"]) == ["Aone</s>", "Atwo</s>"]
-
-
-def test_nothing_to_learn_gives_nothing() -> None:
-    assert learnt(byte_tokenizer(), [user("Uone"), said("Zone", weight=0), user("Utwo")]) == []
+    assert learned(slow, KINDS["two"]) == ["Aone</s>", "Atwo</s>"]
 
 
 @pytest.mark.parametrize(
@@ -317,20 +311,15 @@ def test_nothing_to_learn_gives_nothing() -> None:
     [
         ("", KINDS["one"], "need a chat template, and the model's tokenizer has none"),
         ("{{ raise_exception('roles must alternate') }}", KINDS["one"], "refused the messages: roles must alternate"),
+        (None, [user("x"), said("y", weight=0.5)], 'message 2: {"weight": 0.5}: a message is learned (1, true) or not'),
         (
-            None,
-            [user("x"), said("y", weight=0.5)],
-            r'message 2: {"weight": 0.5}: a message is learnt \(1, true\) or not',
-        ),
-        (
-            "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}",
-            KINDS["one"],
+            "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}", KINDS["one"],
             "message 1 (user): the chat ",
         ),
     ],
-)
+)  # fmt: skip
 def test_refusals_name_the_place(template: str | None, messages: Any, reason: str) -> None:
     tok = byte_tokenizer() if template is None else tokenizer(template)
     with pytest.raises(InputError, match=r"^chat\.jsonl:7: ") as error:
         list(encode_chat(tok, messages, "chat.jsonl:7"))
-    assert re.search(reason, str(error.value)) or reason in str(error.value)
+    assert reason in str(error.value)

@@ -5,63 +5,48 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
-from transformers import TrainingArguments
+from transformers import LlamaConfig, TrainingArguments
 
 from helpers.commands import run_cli, run_python
 from trimtab.cli.main import build_parser, main
-from trimtab.errors import ConfigError, InputError
+from trimtab.errors import ConfigError
 from trimtab.processes import Interrupted, group_size, module_arguments
 from trimtab.routing import load_picture
 from trimtab.routing.load_picture import draw_loads
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.launch import launch
 from trimtab.train.loop import arguments
-from trimtab.train.out_folder import make_room
 from trimtab.train.plan import plan_run
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import closing_words
 
 
-def assert_one_message(result: object, *parts: str, code: int = 2) -> None:
-    """The exit code, one line on stderr that holds all parts, and no traceback."""
-    out, err, returned = result.stdout, result.stderr, result.returncode  # type: ignore[attr-defined]
-    lines = [line for line in err.splitlines() if line.strip()]
-    assert returned == code, err
-    assert len(lines) == 1, err
-    assert lines[0].startswith("trimtab: ")
-    assert "Traceback" not in out + err
-    for part in parts:
-        assert part in lines[0]
-
-
-def here(capfd: pytest.CaptureFixture[str], *arguments: object) -> SimpleNamespace:
-    """What the command does in this process."""
-    try:
-        code: object = main(list(map(str, arguments)))
-    except SystemExit as ended:
-        code = ended.code
-    said = capfd.readouterr()
-    return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with every kind of unusable data."""
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("precious")
-    (tmp_path / "empty.txt").write_text("")
-    good = '{"text": "as it should be"}\n' * 2000
-    (tmp_path / "late.jsonl").write_text(good + '{"text": null}\n' + good)
-    (tmp_path / "asked.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 5)
-    (tmp_path / "list.json").write_text("[]")
-    os.mkfifo(tmp_path / "pipe")
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every kind of unusable data and model."""
+    made = tmp_path_factory.mktemp("unusable")
+    for name in ("full", "bare"):
+        (made / name).mkdir()
+    good, question = '{"text": "as it should be"}\n' * 2000, '{"role": "user", "content": "hi"}'
+    for name, content in {
+        "full/thesis.txt": "precious", "empty.txt": "", "list.json": "[]",
+        "late.jsonl": good + '{"text": null}\n' + good, "asked.jsonl": f'{{"messages": [{question}]}}\n' * 5,
+        "chat.jsonl": f'{{"messages": [{question}, {{"role": "assistant", "content": "b"}}]}}\n',
+    }.items():  # fmt: skip
+        (made / name).write_text(content)
+    os.mkfifo(made / "pipe")
+    LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(made / "llama")
+    (made / "moe").symlink_to(checkpoint)
+    for path in checkpoint.iterdir():
+        if path.name != "chat_template.jinja":
+            (made / "bare" / path.name).symlink_to(path)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -93,6 +78,13 @@ def folder(tmp_path: Path) -> Path:
         (["--resume", "full"], ["full", "no checkpoint there"]),
         (["--out", "empty.txt/run"], ["empty.txt", "not a folder"]),
         (["--out", "full"], ["full", "in use"]),
+        (["--model", "moe", "--nproc", "8", "--ep", "8"], ["--ep 8", "4 experts", "4 = 0 x 8 + 4"]),
+        (["--model", "llama"], ["LlamaForCausalLM has no experts that transformers hands"]),
+        (["--model", "bare", "--data", "chat.jsonl"], ["chat.jsonl:1", "need a chat template"]),
+        (
+            ["--model", "moe", "--nproc", "2", "--tp", "2", "--grad-accum", "2"],
+            ["--tp 2 --grad-accum 2: ", " Qwen3MoeForCausalLM ", "use --grad-accum 1"],
+        ),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -100,43 +92,44 @@ def test_refused_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], options: list[str],
     parts: list[str],
 ) -> None:  # fmt: skip
-    """In this process; as a user runs it one that the options tell and one that the data tells, behind all imports."""
+    """By one line on stderr and a code; in this process, and one as a user runs it."""
     monkeypatch.chdir(folder)
-    alone = options in (["--max-step", "2"], ["--data", "late.jsonl"])
-    assert_one_message(run_cli("train", *options) if alone else here(capfd, "train", *options), *parts)
+    if options == ["--max-step", "2"]:
+        result = run_cli("train", *options)
+        code, out, err = result.returncode, result.stdout, result.stderr
+    else:
+        code, (out, err) = ended(lambda: main(["train", *options])), capfd.readouterr()
+    lines = [line for line in err.splitlines() if line.strip()]
+    assert (code, len(lines)) == (2, 1), err
+    assert lines[0].startswith("trimtab: ")
+    assert "Traceback" not in out + err
+    for part in parts:
+        assert part in lines[0]
     assert not (folder / "runs").exists()
 
 
-def test_the_folder_of_the_model_is_not_overwritten(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def ended(run: Callable[[], int]) -> object:
+    try:
+        return run()
+    except SystemExit as stop:
+        return stop.code
+
+
+def test_what_is_like_what_is_refused_is_not(checkpoint: Path, tmp_path: Path) -> None:
+    config = TrainConfig(model=str(checkpoint), out=str(tmp_path / "run"))
+    assert plan_run(replace(config, tp=2), 2).mesh.tp == 2
+    assert plan_run(replace(config, grad_accum=2), 2).mesh.tp == 1
+
+
+def test_the_folder_of_the_model_is_not_overwritten(
+    checkpoint: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "final").symlink_to(checkpoint)
     options = ["--model", tmp_path / "final", "--out", checkpoint.parent, "--data", text]
-    result = run_cli("train", *options)
-    assert result.returncode == 2
+    assert main(["train", *map(str, options)]) == 2
+    assert "--out" in capfd.readouterr().err
     assert (checkpoint / "config.json").exists()
-
-
-def test_experts_that_do_not_divide(
-    checkpoint: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--model", checkpoint, "--data", text, "--out", tmp_path / "run", "--nproc", 8, "--ep", 8]
-    assert_one_message(here(capfd, "train", *options), "--ep 8", "4 experts", "4 = 0 x 8 + 4")
-
-
-def test_a_model_without_experts(tmp_path: Path) -> None:
-    from transformers import LlamaConfig
-
-    LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "llama")
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts that transformers hands"):
-        plan_run(TrainConfig(model=str(tmp_path / "llama"), out=str(tmp_path / "run")), 1)
-
-
-def test_micro_batches_whose_gradients_transformers_would_sum_twice(checkpoint: Path, tmp_path: Path) -> None:
-    config = TrainConfig(model=str(checkpoint), out=str(tmp_path / "run"), tp=2, grad_accum=2)
-    with pytest.raises(ConfigError, match=r"--tp 2 --grad-accum 2: .* Qwen3MoeForCausalLM .* use --grad-accum 1"):
-        plan_run(config, 2)
-    assert plan_run(replace(config, grad_accum=1), 2).mesh.tp == 2
-    assert plan_run(replace(config, tp=1), 2).mesh.tp == 1
 
 
 def test_one_process_takes_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,19 +139,6 @@ def test_one_process_takes_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
     made = arguments(config, Mesh.of(config, world=1, num_experts=8))
     assert made.n_gpu == 1
-
-
-def test_chat_without_a_template(checkpoint: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for path in checkpoint.iterdir():
-        if path.name != "chat_template.jinja":
-            (model / path.name).symlink_to(path)
-    chat = tmp_path / "chat.jsonl"
-    chat.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    with pytest.raises(InputError, match=r"chat\.jsonl:1.* chat template"):
-        make_room(plan_run(TrainConfig(model=str(model), data=(str(chat),), out=str(tmp_path / "run")), 1))
-    assert not (tmp_path / "run").exists()
 
 
 def test_help_names_the_presets_and_imports_little() -> None:

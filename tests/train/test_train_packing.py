@@ -85,17 +85,11 @@ def test_every_answer_lies_behind_its_prompt(tmp_path: Path, monkeypatch: pytest
 def test_what_does_not_fit_is_cut_or_left_out_and_counted(tmp_path: Path) -> None:
     long, prompt = conversation(100), conversation(5)
     prompt["messages"][0]["content"] = "x" * 100
-    rows = [
-        conversation(5),
-        long,
-        prompt,
-        {"messages": long["messages"][:1]},
-        {"text": ""},
-        {"prompt": "1", "completion": "2"},
-    ]
+    others = [{"messages": long["messages"][:1]}, {"text": ""}, {"prompt": "1", "completion": "2"}]
+    rows = [conversation(5), long, prompt, *others]
     (blocks, (report,)), (_, (dropped,)) = prepare(tmp_path, rows), prepare(tmp_path, rows, too_long="drop")
     assert report.summary() == (
-        "2 conversation(s) and 1 completion(s), 150 tokens, 52 of them learnt, in 2 block(s); cut to a block: 1; left "
+        "2 conversation(s) and 1 completion(s), 150 tokens, 52 of them learned, in 2 block(s); cut to a block: 1; left "
         "out: 1 without a token to learn among its first 64, 1 without an answer to learn, 1 empty"
     )
     assert ", 2 longer than 64 tokens" in dropped.summary().replace("left out:", ",")
@@ -131,7 +125,7 @@ def test_texts_are_wrapped_with_eos_between(tmp_path: Path, monkeypatch: pytest.
     labels = torch.cat([block["labels"] for block in blocks]).tolist()  # type: ignore[attr-defined]
     assert sorted(bytes(i % EOS for i in ids[:total]).split(b"\0")) == sorted([b"", *(t.encode() for t in texts)])
     assert labels == ids[:total] + [IGNORED] * (len(ids) - total)
-    assert f"2 text(s), {total:,} tokens, {total:,} of them learnt, in {-(-total // 64)} block(s)" in report.summary()
+    assert f"2 text(s), {total:,} tokens, {total:,} of them learned, in {-(-total // 64)} block(s)" in report.summary()
 
 
 def test_text_is_read_as_far_as_the_steps_reach(tmp_path: Path) -> None:

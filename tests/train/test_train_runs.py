@@ -7,10 +7,10 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def pair(options: list[object], text: Path, tmp_path_factory: pytest.TempPathFac
 @of_the_pair
 def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> None:
     assert_same_run(pair, alone)
-    assert ["eval_loss" in record for record in metrics(pair)] == [False, True, True]  # of the last one, too
+    assert ["eval_loss" in record for record in metrics(alone)] == [False, True, True]  # of the last one, too
     one, two = (load_file(out / "final" / "model.safetensors") for out in (alone, pair))
     assert one.keys() == two.keys()
     for name, weight in one.items():
@@ -164,7 +164,7 @@ def test_copies_of_hot_experts_change_no_number_and_are_told(alone: Path, config
     assert sum(layer["replicas"] for layer in copied) > 0
     assert "ranks   the busiest had 1." in log(out)
     going_on = resumed({"resume": str(out)}), resumed({"resume": str(out), "replicate_experts": "auto"})
-    assert [(config.replicate_experts, config.copy_cost) for config in going_on] == [("0", 0), ("auto", 0)]
+    assert [(each.replicate_experts, each.copy_cost) for each in going_on] == [("0", 0), ("auto", 0)]
 
 
 def test_trackers_get_the_loads(alone: Path) -> None:
@@ -245,42 +245,49 @@ def assert_last_line(said: str, *words: str) -> None:
     assert all(part in last for part in words), last
 
 
-@pytest.fixture
-def two_ranks(options: list[object], tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts two ranks that only end when they are made to, and waits for them."""
-    started: list[subprocess.Popen[str]] = []
+def test_ctrl_c_stops_all_ranks_and_a_hangup_under_nohup_none(options: list[object], tmp_path: Path) -> None:
     out = tmp_path / "run"
+    process = start_cli(*options, "--max-steps", 100_000, "--nproc", 2, "--out", out, nohup=True)
+    try:
+        wait_for(lambda: len(ranks_of(out)) == 2, process)
+        for number in (process.pid, *ranks_of(out)):  # as a terminal does that is closed
+            os.kill(number, signal.SIGHUP)
+        time.sleep(0.2)
+        assert len(ranks_of(out)) == 2
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert_ended(process, out, 130, "interrupted by SIGINT")
+    finally:
+        end_all(process, out)
 
-    def start(**how: bool) -> subprocess.Popen[str]:
-        started.append(start_cli(*options, "--max-steps", 100_000, "--out", out, "--nproc", 2, **how))
-        wait_for(lambda: len(ranks_of(out)) == 2, started[-1])
-        return started[-1]
 
-    yield start
-    for process in started:
-        process.kill()
+STARTS_A_RANK = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-m", "trimtab.train.launch", sys.argv[1], str(os.getpid())])
+time.sleep(999)
+"""
+
+
+def test_ranks_follow_a_killed_launcher(config: TrainConfig, tmp_path: Path) -> None:
+    """This one would wait for another rank, hours long."""
+    given = json.dumps(asdict(replace(config, out=str(tmp_path / "run"))))
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    command = [sys.executable, "-c", STARTS_A_RANK, given, "trimtab.train.launch"]
+    launcher = subprocess.Popen(command, env=os.environ | group, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: len(ranks_of(tmp_path / "run")) == 2, launcher)  # of itself, too
+        launcher.kill()
+        launcher.wait()
+        wait_for(lambda: not ranks_of(tmp_path / "run"))
+    finally:
+        end_all(launcher, tmp_path / "run")
+
+
+def end_all(process: subprocess.Popen[str], out: Path) -> None:
+    process.kill()
     for rank in ranks_of(out):
         os.kill(rank, signal.SIGKILL)
-    for process in started:
-        process.communicate()
-
-
-def test_ctrl_c_stops_all_ranks_and_a_hangup_under_nohup_none(
-    two_ranks: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    process = two_ranks(nohup=True)
-    for number in (process.pid, *ranks_of(tmp_path / "run")):  # as a terminal does that is closed
-        os.kill(number, signal.SIGHUP)
-    time.sleep(0.2)
-    assert len(ranks_of(tmp_path / "run")) == 2
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    assert_ended(process, tmp_path / "run", 130, "interrupted by SIGINT")
-
-
-def test_ranks_follow_a_killed_launcher(two_ranks: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    two_ranks().kill()
-    wait_for(lambda: not ranks_of(tmp_path / "run"))
+    process.communicate()
 
 
 def test_a_terminated_process_says_how_far_it_came(
@@ -327,17 +334,17 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
     assert "every rank has all experts (ep 1)" in capsys.readouterr().err
 
 
-def test_epochs_count_what_is_learnt_and_held_out_blocks_are_not(config: TrainConfig, tmp_path: Path) -> None:
+def test_epochs_count_what_is_learned_and_held_out_blocks_are_not(config: TrainConfig, tmp_path: Path) -> None:
     more: dict[str, Any] = {"seq_len": 16, "batch_size": 2, "epochs": 1.5, "eval_split": 0.25, "max_steps": None}
     config = replace(config, out=str(tmp_path / "run"), **more)
     with pytest.raises(ConfigError, match="give one of them"):
         plan_run(replace(config, max_steps=2), 2)
     plan = plan_run(config, 2)
     make_room(plan).close()
-    learnt, held_out, whole = plan.blocks(), plan.eval_blocks(), Blocks(tmp_path / "run" / "data")
+    learned, held_out, whole = plan.blocks(), plan.eval_blocks(), Blocks(tmp_path / "run" / "data")
     assert held_out is not None
-    parts = [[tuple(part[i]["input_ids"].tolist()) for i in range(len(part))] for part in (learnt, held_out, whole)]
+    parts = [[tuple(part[i]["input_ids"].tolist()) for i in range(len(part))] for part in (learned, held_out, whole)]
     assert sorted(parts[0] + parts[1]) == sorted(parts[2])
     assert len(held_out) == round(0.25 * len(whole))
     steps = plan.with_steps().config
-    assert (steps.max_steps, steps.eval_every) == (round(1.5 * len(learnt) / 4), round(1.5 * len(learnt) / 4) // 10)
+    assert (steps.max_steps, steps.eval_every) == (round(1.5 * len(learned) / 4), round(1.5 * len(learned) / 4) // 10)

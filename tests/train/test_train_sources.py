@@ -86,11 +86,7 @@ QUOTED = '{"a": "\\"1\\""}'
 
 def test_rows_of_many_shapes_in_one_file(tmp_path: Path) -> None:
     turn = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}, {"from": "observation", "value": "3"}]
-    call = {
-        "role": "model",
-        "content": None,
-        "tool_calls": json.dumps([{"name": "f", "arguments": '{"a": "\\"1\\""}'}]),
-    }
+    call = {"role": "model", "content": None, "tool_calls": json.dumps([{"name": "f", "arguments": QUOTED}])}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     rows: list[dict[str, Any]] = [
         {"text": "plain \ud800", "messages": None},

@@ -24,17 +24,10 @@ SMALL = {
     "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
     "num_experts_per_tok": 2, "moe_intermediate_size": 24, "eos_token_id": 256, "max_position_embeddings": 64,
 }  # fmt: skip
-LINEAR = {f"linear_{kind}_head_dim": 8 for kind in ("key", "value")} | {
-    f"linear_num_{kind}_heads": 2 for kind in ("key", "value")
-}
+LINEAR = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 24,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-}
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32, "patch_size": 4,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3_moe", SMALL | {"head_dim": 16, "num_experts": 4, "tie_word_embeddings": True}),
     "mtp": (
@@ -126,16 +119,14 @@ def config_of(folder: Path, out: Path, **more: Any) -> TrainConfig:
 
 def test_files_that_are_not_whole_are_named_before_a_rank_starts(copy: Path, tmp_path: Path) -> None:
     file, config = copy / "model.safetensors", config_of(copy, tmp_path / "run")
-    whole = load_file(file)
-    name = "model.layers.1.mlp.experts.2.up_proj.weight"
-    save_file({n: t for n, t in whole.items() if n != name}, file, metadata={"format": "pt"})
-    with pytest.raises(
-        InputError, match=r"layers\.1\.mlp\.experts\.gate_up_proj: .* 4 experts, .* has 3 .* missing: 2"
-    ):
-        plan_run(config, 2)
-    save_file({n: t for n, t in whole.items() if n != "model.norm.weight"}, file, metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks 1 weights of Qwen3MoeForCausalLM, among them model\.norm\.weight"):
-        plan_run(config, 2)
+    whole, expert = load_file(file), "model.layers.1.mlp.experts.2.up_proj.weight"
+    for without, words in {
+        expert: r"layers\.1\.mlp\.experts\.gate_up_proj: .* 4 experts, .* has 3 .* missing: 2",
+        "model.norm.weight": r"lacks 1 weights of Qwen3MoeForCausalLM, among them model\.norm\.weight",
+    }.items():
+        save_file({n: t for n, t in whole.items() if n != without}, file, metadata={"format": "pt"})
+        with pytest.raises(InputError, match=words):
+            plan_run(config, 2)
     save_file(whole, file, metadata={"format": "pt"})
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(InputError, match=r"model\.safetensors: not a whole safetensors file"):
@@ -193,6 +184,20 @@ def test_fp8_trains_on_two_ranks_and_says_what_it_becomes(
     AutoModelForCausalLM.from_pretrained(out / "final")
 
 
+def test_fp8_has_scales_of_blocks_of_experts_or_of_whole_tensors(tmp_path: Path) -> None:
+    codes = torch.randn(3, 20, 30).to(torch.float8_e4m3fn)
+    scales = {"blocks": torch.rand(3, 2, 3) + 0.5, "experts": torch.rand(3) + 0.5, "whole": torch.tensor(0.7)}
+    tensors = {name: codes.clone() for name in scales} | {f"{name}_scale_inv": scale for name, scale in scales.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [12, 12]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_plain(tmp_path, tmp_path / "plain")
+    found = load_file(tmp_path / "plain" / "model.safetensors")
+    of_blocks = scales["blocks"].repeat_interleave(12, 1).repeat_interleave(12, 2)[:, :20, :30]
+    for name, scale in {**scales, "blocks": of_blocks, "experts": scales["experts"][:, None, None]}.items():
+        assert torch.equal(found[name], (codes.float() * scale).bfloat16()), name
+
+
 def test_mxfp4_has_the_values_that_transformers_gives_it(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -210,6 +215,9 @@ def test_mxfp4_has_the_values_that_transformers_gives_it(tmp_path: Path) -> None
     save_file(tensors | {"b.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"codes without scales in a\.down_proj_blocks, b\.weight"):
         write_plain(tmp_path, tmp_path / "bare")
+    save_file({"a.w": torch.ones(2, 2), "a.w_scale_inv": torch.ones(1, 1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"a\.w has scales, but is float32 \[2, 2\] and not float8_e4m3fn"):
+        write_plain(tmp_path, tmp_path / "odd")
     (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     with pytest.raises(ConfigError, match="quantized by gptq; train the plain weights"):
         write_plain(tmp_path, tmp_path / "other")

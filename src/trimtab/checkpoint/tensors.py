@@ -27,19 +27,26 @@ from trimtab.errors import InputError, full_disk
 from trimtab.validation import check_sizes
 
 
+class SavePlanner(DefaultSavePlanner):
+    """Tensors under their own keys, none flattened."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
 def write_dcp(
-    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False
-) -> None:
+    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False,
+    planner: SavePlanner | None = None,
+) -> None:  # fmt: skip
     """Write what this rank holds of `tensors`. Every rank of the group must call; synced when it returns.
 
     alone: this process writes all of it, whether it is in a group or not.
     """
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     no_dist = alone or not dist.is_initialized()
     with errors_of(folder):
         dcp_save(
-            dict(tensors), storage_writer=FileSystemWriter(folder), planner=planner, process_group=group,
-            no_dist=no_dist,
+            dict(tensors), storage_writer=FileSystemWriter(folder), planner=planner or SavePlanner(),
+            process_group=group, no_dist=no_dist,
         )  # fmt: skip
 
 
@@ -63,7 +70,7 @@ def stored(folder: Path | str) -> dict[str, TensorStorageMetadata]:
 
     Raises InputError where torch's index of it cannot be read.
     """
-    found = metadata_of(FileSystemReader(folder), Path(folder)).state_dict_metadata
+    found = metadata_of(Path(folder)).state_dict_metadata
     return {key: cast(TensorStorageMetadata, value) for key, value in found.items()}
 
 
@@ -172,10 +179,10 @@ def errors_of(folder: Path, *, reading: bool = False) -> Iterator[None]:
         raise InputError(f"{folder}: rank {rank}: {type(first).__name__}: {first}{full_disk(folder)}") from error
 
 
-def metadata_of(reader: FileSystemReader, folder: Path) -> Metadata:
+def metadata_of(folder: Path) -> Metadata:
     """torch's index of a checkpoint's tensors. Raises InputError where it cannot be read."""
     try:
-        return reader.read_metadata()
+        return FileSystemReader(folder).read_metadata()
     except Exception as error:  # what a damaged pickle raises depends on where it is damaged
         raise unreadable(folder / ".metadata", error) from error
 

@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("src", metavar="SRC", help="a checkpoint folder; of several in one folder the latest")
     add("dst", metavar="DST", help="a folder that is not there yet, or empty")
-    add("--to", required=True, metavar="safetensors|dcp", help="what is written")
+    add("--to", required=True, metavar="safetensors|dcp", help="the form that is written")
     add("--layout", metavar="NAME", help="of the checkpoint's MoE blocks: transformers (default), or the family's name")
     add("--merge", metavar="ADAPTER", help="a LoRA adapter of peft, merged into the weights that are written")
     add("--shard-size", type=float, default=4.0, metavar="GB", help="of a file of safetensors (default 4)")

@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_left(broken: bool = False) -> bool:
-    """Whether whoever read the output has enough of it. `broken`: some pipe did; one of the command's own may as well,
+    """True where the reader of the output has left. `broken`: some pipe broke, which may be one of the command's own,
     and what could not be written may be gone."""
     if sys.stdout is None:
         return False
@@ -98,7 +98,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def exit_code(run: Callable[[], int], *, heard: bool = True, debug: bool = False) -> int:
-    """What `run` returns, or the code of the error or signal that ended it, which is said on stderr in one line.
+    """Return what `run` returns, or the code of the error or signal that ended it, which is said on stderr in one line.
 
     heard: signals are raised inside of `run`. debug: tracebacks are shown.
     """

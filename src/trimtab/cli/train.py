@@ -76,16 +76,16 @@ def _from_file(path: Path) -> list[str]:
         raise ConfigError(f"--config {path}: must hold options by name, as in `seq_len: 512`")
     arguments: list[str] = []
     for name, value in given.items():
-        if value is not None and value is not False:
-            values = value if isinstance(value, list) else [value]
-            arguments += [flag_of(str(name)), *(str(each) for each in values if each is not True)] if values else []
+        values = value if isinstance(value, list) else [value]
+        if values and value is not None and value is not False:
+            arguments += [flag_of(str(name)), *(str(each) for each in values if each is not True)]
     return arguments
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _stamp(path: Path) -> tuple[int, int] | None:
     """Tells a file from a later one of that name, and from itself with more in it; None where there is none."""
     found = path.stat() if path.exists() else None
-    return found and (found.st_ino, found.st_mtime_ns, found.st_size)
+    return found and (found.st_mtime_ns, found.st_size)
 
 
 def _how_far(out: Path, nproc: int | None, began: bool) -> str:

@@ -59,9 +59,7 @@ def run(options: argparse.Namespace) -> int:
     from trimtab.verify.ledger import MOST_LOCAL, Ledger
     from trimtab.verify.run import run_cluster, run_local
 
-    cluster = group_size()
-    if cluster and options.nproc is not None:
-        raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
+    cluster = group_size(options.nproc)
     program = "torchrun … -m trimtab" if cluster else "trimtab"
     level = "quick" if options.quick else "full" if options.full else "default"
     if ":" in options.impl:

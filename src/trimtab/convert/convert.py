@@ -19,7 +19,7 @@ from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.tensors import make_index
 from trimtab.convert import source as opened
 from trimtab.convert.adapter_files import WithAdapters, read_adapter
-from trimtab.convert.dcp_files import DcpFolder, write_dcp
+from trimtab.convert.dcp_files import DcpFolder, write_store
 from trimtab.convert.layouts import Blocks, experts_modules
 from trimtab.convert.safetensors_files import SHARD_BYTES, SafetensorsFolder, write_safetensors
 from trimtab.convert.source import FORMS, TRANSFORMERS, Record, Source, first_difference
@@ -143,7 +143,7 @@ def _converted(source: Source, dst: Path, to: str, shard_bytes: int, on_tensor: 
     experts = _expert_shapes(view if to == "dcp" else read, experts_modules(source.model))
     with _unfinished(dst, to) as work:
         if to == "dcp":
-            write_dcp(view, work, done=step)
+            write_store(view, work, done=step)
         else:
             write_safetensors(view, work, shard_bytes=shard_bytes, done=step)
         read.finish()

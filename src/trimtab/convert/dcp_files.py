@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from trimtab.checkpoint.folder import MODEL, read_index
-from trimtab.checkpoint.tensors import errors_of, metadata_of
+from trimtab.checkpoint.tensors import SavePlanner, metadata_of, read_dcp, write_dcp
 from trimtab.convert.tensors import TensorInfo, TensorStore
 from trimtab.errors import InputError
 
@@ -36,10 +31,9 @@ class DcpFolder:
         self.folder = folder
         if whole:
             read_index(folder)
-        self._reader = _Reader(folder)
         self.infos: dict[str, TensorInfo] = {}
         self.optimizer: dict[str, int] = {}
-        found = metadata_of(self._reader, folder).state_dict_metadata
+        found = metadata_of(folder).state_dict_metadata
         for key, stored in found.items():
             if not isinstance(stored, TensorStorageMetadata):
                 if key.startswith(MODEL):
@@ -59,31 +53,17 @@ class DcpFolder:
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = {n: torch.empty(self.infos[n].shape, dtype=self.infos[n].dtype, device="cpu") for n in names}
-        with errors_of(self.folder, reading=True):
-            load({MODEL + n: t for n, t in tensors.items()}, storage_reader=self._reader, no_dist=True)
+        read_dcp(self.folder, {MODEL + n: t for n, t in tensors.items()}, alone=True)
         return tensors
 
 
-def write_dcp(store: TensorStore, folder: Path, *, done: Callable[[str], None]) -> None:
+def write_store(store: TensorStore, folder: Path, *, done: Callable[[str], None]) -> None:
     """Write all of `store` into `folder` as the model's tensors. Memory: one tensor beside what the store holds."""
     empty = {MODEL + name: info.meta() for name, info in store.infos.items()}
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
-    with errors_of(folder):
-        save(empty, storage_writer=writer, planner=_FillingPlanner(store, done), no_dist=True)
+    write_dcp(folder, empty, alone=True, planner=_FillingPlanner(store, done))
 
 
-class _Reader(FileSystemReader):
-    """Reads its metadata once, however many loads it serves."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata
-
-
-class _FillingPlanner(DefaultSavePlanner):
+class _FillingPlanner(SavePlanner):
     """Plans on tensors of the meta device and reads each when it is written."""
 
     def __init__(self, store: TensorStore, done: Callable[[str], None]) -> None:

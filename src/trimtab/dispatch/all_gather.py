@@ -59,6 +59,6 @@ class AllGather(OverGroup):
         return unpack(torch.cat(parts), tensors)
 
     def _segments(self, splits: SplitSizes) -> list[tuple[int, int]]:
-        """Where in each rank's outgoing rows those for this rank lie."""
+        """(start, end) in each rank's outgoing rows of those for this rank."""
         cuts = [[0, *accumulate(row)] for row in splits.everyone]
         return [(cut[self.rank], cut[self.rank + 1]) for cut in cuts]

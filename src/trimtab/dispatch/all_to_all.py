@@ -23,9 +23,9 @@ from trimtab.guard.guard import Guard
 from trimtab.kernels.buffer_pool import HostBufferPool
 
 PACKED_BYTES = 1 << 20
-"""Of a rank's tokens. Rows of more than one tensor that are given as they are, and not gathered, travel packed up to
-here: beyond, on the CPU, it takes longer to copy them into packed rows than to send each tensor by itself. And of one
-row: where it is longer, as an expert's weights are, each tensor is sent by itself, and comes out dense."""
+"""Bytes of a rank's tokens up to which rows of several tensors travel packed, where they are not gathered: beyond, on
+the CPU, it takes longer to copy them into packed rows than to send each tensor by itself. Also of one row: where it is
+longer, as an expert's weights are, each tensor is sent by itself, and comes out dense."""
 
 
 class AllToAll(OverGroup):
@@ -85,5 +85,5 @@ class AllToAll(OverGroup):
 
 
 def _parts(tensors: Sequence[Tensor], alone: bool) -> list[Sequence[Tensor]]:
-    """What travels in one row: each tensor alone, or all of them packed."""
+    """Tensors by the rows that they travel in: each alone, or all packed into one."""
     return [[tensor] for tensor in tensors] if alone else [tensors]

@@ -1,4 +1,4 @@
-"""Whether what a rank was given can be dispatched, and the operator that asks it of ids and weights.
+"""Checks of what a rank is given to dispatch, and the operator that checks ids and weights.
 
 Legend: T local tokens, K experts per token, E experts.
 """
@@ -22,7 +22,7 @@ _SHOWN = 8
 
 
 def shape_problems(x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> list[str]:
-    """What is wrong with layouts, devices, shapes and dtypes, and what was expected. The host knows these."""
+    """Problems with layouts, devices, shapes and dtypes, in words. No host sync."""
     given = [("tokens", x), ("expert ids", ids), ("weights", w), *([] if mask is None else [("the token mask", mask)])]
     problems = [f"{name} must be a dense local tensor, got {described(t)}" for name, t in given if not dense(t)]
     if problems:
@@ -43,7 +43,7 @@ def shape_problems(x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> li
 
 
 def rows_problem(y: Tensor, rows: Tensor) -> str:
-    """What is wrong with what experts made of `rows` [M', *], or ""."""
+    """The problem with what experts made of `rows` [M', *], in words, or ""."""
     if not dense(y) or not holds_values(y.dtype) or y.device != rows.device:
         return f"combine takes dense rows in {VALUES} on {rows.device}, got {described(y)} on {y.device}"
     if y.dim() != 2 or y.shape[0] != rows.shape[0] or y.shape[1] < 1:
@@ -53,8 +53,8 @@ def rows_problem(y: Tensor, rows: Tensor) -> str:
 
 
 def meeting_device(*tensors: Tensor) -> torch.device:
-    """Of tensors on several devices the one that ranks are likely to meet on: what was forgotten is on the CPU, and
-    nobody meets where there are no values."""
+    """The device on which ranks are likely to meet: of several, not the CPU, where a tensor was forgotten, and not
+    meta, where there are no values."""
     return max((t.device for t in tensors), key=lambda device: ("meta", "cpu", device.type).index(device.type))
 
 
@@ -67,7 +67,7 @@ def prepared(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, mask_T: Tensor | None) 
 
 
 def bad_slots(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
-    """How many ids are neither -1 nor an expert, plus how many weights in use are not finite: [] int64."""
+    """[] int64: ids that are neither -1 nor an expert, plus weights in use that are not finite."""
     return _bad(ids_TK, w_TK, num_experts).sum()
 
 
@@ -78,7 +78,7 @@ def count_bad(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> int:
 
 
 def bad_tokens(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> list[int]:
-    """Which tokens have such slots. One host sync."""
+    """Numbers of the tokens that have such slots. One host sync."""
     found: list[int] = _bad(ids_TK, w_TK, num_experts).any(1).nonzero()[:, 0].tolist()
     return found
 

@@ -1,4 +1,4 @@
-"""What a rank's experts run on, of one layer call.
+"""The rows of one layer call on the rank of their experts.
 
 Legend: K experts per token, M' rows received, R kept slots received, D model dim.
 """
@@ -6,18 +6,20 @@ Legend: K experts per token, M' rows received, R kept slots received, D model di
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.replication.route import ReplicaRoute
 from trimtab.dispatch.route import DispatchSlots, Route, slots_of
+
+if TYPE_CHECKING:
+    from trimtab.dispatch.replication.route import ReplicaRoute
 
 
 @dataclass(kw_only=True)
 class Dispatched:
-    """What a rank's experts run on, itself a small MoE layer's input, and the way home, of one layer call: any function
+    """Input of a rank's experts, itself that of a small MoE layer, and the way home, of one layer call: any function
     that returns each row's weighted sum fits in between. With combine="ordered" a row per kept slot.
 
     x_MD: [M', D] in the tokens' dtype.
@@ -38,7 +40,7 @@ class Dispatched:
 
     @property
     def known(self) -> dict[str, Any]:
-        """What `ExpertMLP.forward` takes beside the rows; `replicas` where there are such, which other experts lack."""
+        """Options of `ExpertMLP.forward` beside the rows; `replicas` where there are such, which other experts lack."""
         return {"num_slots": self.num_slots} | ({} if self.replicas is None else {"replicas": self.replicas})
 
 

@@ -8,22 +8,21 @@ Legend: T local tokens, K experts per token, M' rows received, D model dim, E ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from trimtab.dispatch import checks, handshake
+from trimtab.dispatch import checks, facts
 from trimtab.dispatch.dispatched import Dispatched as Dispatched
 from trimtab.dispatch.dispatched import by_slot
-from trimtab.dispatch.exchange import told_to
-from trimtab.dispatch.handshake import NOTHING, CallId, Shared
+from trimtab.dispatch.exchange import error_scope
+from trimtab.dispatch.facts import NO_FACTS, CallId, Facts
+from trimtab.dispatch.handshake import count_message
+from trimtab.dispatch.options import CombineMode, ReplicationConfig, check_combine
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
-from trimtab.dispatch.replication.plan import ReplicationConfig
-from trimtab.dispatch.replication.planner import ReplicaPlanner
-from trimtab.dispatch.replication.route import ReplicationReport
 from trimtab.dispatch.route import (
     Combine,
     CombineSlots,
@@ -32,26 +31,19 @@ from trimtab.dispatch.route import (
     RankRoute,
     ZeroGradients,
     outside_graph,
+    require_grad_if_any,
     wants_gradient,
-    with_others,
 )
 from trimtab.dispatch.transport import Handshake, Transport, layer_frame
-from trimtab.errors import ConfigError, DesyncError, InputError
+from trimtab.errors import InputError
 from trimtab.kernels.rows import static_by_default
 from trimtab.layout import experts_per_rank
 from trimtab.validation import check_sizes
 
 if TYPE_CHECKING:
+    from trimtab.dispatch.replication.plan import ReplicaPlan
+    from trimtab.dispatch.replication.planner import ReplicaPlanner
     from trimtab.guard.guard import Guard
-
-CombineMode = Literal["sum", "ordered"]
-COMBINE_MODES: tuple[CombineMode, ...] = ("sum", "ordered")
-
-
-def check_combine(combine: str, layer: str = "") -> None:
-    """Raises ConfigError for no such way to combine."""
-    if combine not in COMBINE_MODES:
-        raise ConfigError(f"combine={combine!r} is not one of {COMBINE_MODES}", layer=layer)
 
 
 class Dispatcher:
@@ -64,13 +56,12 @@ class Dispatcher:
             slot back and sums at home in the order of k, so that bits do not depend on the number of ranks.
         layer: the layer's name, for errors; without one layers are numbered in the order they were built.
         fingerprint: anything else that must be the same on every rank, such as "hidden 512 swiglu".
-        balance: copy hot experts to other ranks for one call, by this rule; every rank's. None, and in a group of one:
-            slots go to their expert's own rank. The experts must run replicas (`Dispatched.replicas`).
-        etp: the ranks that share each expert's F. Under a guard an error of this group's is told to them, who would
+        replication: copy hot experts to other ranks for one call, by this rule, the same on every rank. None, and in a
+            group of one: slots go to their expert's own rank. The experts must run replicas (`Dispatched.replicas`).
+        etp: the ranks that share each expert's F. Under a guard an error of this group's fails theirs, which would
             wait; and where experts are replicated they plan together, for each computes the slots of all.
 
-    balance: the rule by which experts are copied, None where none are.
-    replicated: what replication did in the last call; None where nothing is replicated.
+    replicated: the plan of the last call; None where nothing is replicated.
 
     Raises:
         ConfigError: a name that is none, or a number of experts that does not divide over the ranks.
@@ -104,12 +95,16 @@ class Dispatcher:
             self.guard.layers += 1
         self._run, self._name = layer_frame(self.layer), checks.name_bytes(self.layer)
         self._etp_guard: Guard | None = getattr(etp, "guard", None)
-        self.replicated: ReplicationReport | None = None
-        self.replication, self._planner = None, None
+        self.replicated: ReplicaPlan | None = None
+        self.replication: ReplicationConfig | None = None
+        self._planner: ReplicaPlanner | None = None
         if replication is not None and transport is not None:
+            from trimtab.dispatch.replication.planner import ReplicaPlanner
+
             self.replication = replication
             self._planner = ReplicaPlanner(replication, num_experts, transport, etp, self._run)
         self._places = self.experts_per_rank * (1 if self._planner is None else 2)
+        self._weights: tuple[Any, str] = (), ""
 
     def begin(self) -> None:
         """Note that this rank begins its next call, with its router. Optional: tells it from what lies before."""
@@ -121,15 +116,9 @@ class Dispatcher:
 
     def dispatch(
         self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        w_TK: Tensor,
-        token_mask_T: Tensor | None = None,
-        *,
+        x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None = None, *,
         most_slots: int | None = None,
-        shared: Shared = NOTHING,
-        copied: str = "",
-    ) -> Dispatched:
+    ) -> Dispatched:  # fmt: skip
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
 
         Args:
@@ -138,53 +127,53 @@ class Dispatcher:
             w_TK: routing weights, in one of these dtypes; sums and gradients are taken in float32 at least.
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
             most_slots: how many ids are not -1 at most, where less than T * K; on a device so many rows are made.
-            shared: what other ranks of the group must have as much of as this one.
-            copied: with replicated experts, what of them is copied and what of that has gradients, the same on every
-                rank; see `trimtab.experts.replicated.weights_in_words`. Without it, ranks under a guard compare weights
-                in a message of its own before they move.
 
         Raises:
             InputError: shapes or dtypes other than these; tensors on several devices, sparse, nested or DTensors; ids
                 out of range or weights not finite (on CUDA without a transport these two are asserted on the device).
                 On every rank of the group.
-            DesyncError: the ranks are not in the same call, or have not as much of what is shared; another thread of
-                this rank is in an exchange.
+            DesyncError: the ranks are not in the same call; another thread of this rank is in an exchange.
             PeerLost, PhaseTimeout: a rank did not come, where the guard waits.
         """
+        problems = checks.shape_problems(x_TD, ids_TK, w_TK, token_mask_T)
+        return self._dispatch(x_TD, ids_TK, w_TK, token_mask_T, most_slots=most_slots, problems=problems)
+
+    def _dispatch(
+        self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, mask_T: Tensor | None = None, *,
+        most_slots: int | None = None, facts: Facts = NO_FACTS, problems: Sequence[str] = (),
+    ) -> Dispatched:  # fmt: skip
+        """`dispatch` of tensors that the caller has checked, with the `problems` that were found. facts: what the ranks
+        must have alike beside the call."""
         if self.transport is None:
-            self._refuse_shapes(x_TD, ids_TK, w_TK, token_mask_T)
-            ids_TK, w_TK = checks.prepared(x_TD, ids_TK, w_TK, token_mask_T)
+            self._refuse(problems, x_TD, ids_TK, w_TK)
+            ids_TK, w_TK = checks.prepared(x_TD, ids_TK, w_TK, mask_T)
             ids_TK = checks.checked_ids(ids_TK, w_TK.detach(), self._name, self.num_experts)
             rows = Dispatched(
                 x_MD=x_TD, ids_MK=ids_TK, weights_MK=w_TK, num_slots=most_slots, route=LocalRoute(ids_TK), sent=ids_TK
             )
         elif torch.compiler.is_compiling():  # an exchange reads counts, and is in no graph
-            return cast(
-                Dispatched,
-                outside_graph(self.dispatch, x_TD, ids_TK, w_TK, token_mask_T, shared=shared, copied=copied),
-            )
+            sent = outside_graph(self._dispatch, x_TD, ids_TK, w_TK, mask_T, facts=facts, problems=problems)
+            return cast(Dispatched, sent)
         else:
             alone = nullcontext() if self.guard is None else self.guard.alone(self.layer, "route")
-            with alone, told_to(self._etp_guard, self.guard):
-                rows = self._dispatch(self.transport, x_TD, ids_TK, w_TK, token_mask_T, shared, copied)
+            with alone, error_scope(self._etp_guard, self.guard):
+                self._at("route")
+                self._refuse(problems, x_TD, ids_TK, w_TK)
+                ids_TK, w_TK = checks.prepared(x_TD, ids_TK, w_TK, mask_T)
+                rows = self._exchange(self.transport, x_TD, ids_TK, w_TK, facts)
         return rows if self.combine_mode == "sum" else by_slot(rows)
 
-    def _dispatch(
-        self, transport: Transport, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, mask_T: Tensor | None, shared: Shared,
-        copied: str,
-    ) -> Dispatched:  # fmt: skip
-        self._at("route")
-        self._refuse_shapes(x_TD, ids_TK, w_TK, mask_T)
-        ids_TK, w_TK = checks.prepared(x_TD, ids_TK, w_TK, mask_T)
+    def _exchange(self, transport: Transport, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, given: Facts) -> Dispatched:
         ids_TK = ids_TK.clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
-        own, call = wants_gradient(x_TD, w_TK), self._call_id(x_TD, ids_TK, copied)
+        own, call = wants_gradient(x_TD, w_TK), self._call_id(x_TD, ids_TK)
         known_TK = ids_TK.where(ids_TK < self.num_experts, -1)
         placed = None if self._planner is None else self._planner.place(known_TK, call)
         sent_TK = known_TK if placed is None else placed.ids_TK
         sort = sort_by_rank(sent_TK, self._places, self.ranks)
-        told = self._tell(transport, sort, ids_TK, w_TK, call, own, shared, {} if placed is None else placed.columns)
-        route = self._route(transport, sort, told, call)
-        w_TK = with_others(w_TK, any(said[handshake.GRAD] for said in told.received), own)
+        values: dict[int, Tensor | int] = {facts.GRAD: own, **({} if placed is None else placed.columns)}
+        met = self._count(transport, sort, ids_TK, w_TK, call, values, given)
+        route = self._route(transport, sort, met, call)
+        w_TK = require_grad_if_any(w_TK, any(theirs[facts.GRAD] for theirs in met.received), own)
         x_MD, w_MK, ids_MK, sent = Dispatch.apply(route, x_TD, w_TK, sent_TK)  # type: ignore[no-untyped-call]
         # From 1, and 0 for slots of other ranks: choosing between values in no order takes four times as long.
         ids_MK = ids_MK.contiguous() - (transport.rank * self._places - 1)  # strided, ops are 10x slower
@@ -193,8 +182,19 @@ class Dispatcher:
         n = sum(route.slots.incoming)
         rows = Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
         if placed is not None:
-            rows.replicas, self.replicated = placed.replicas(route, told, known=bool(copied)), placed.report
+            rows.replicas, self.replicated = placed.replicas(route, met, compared=bool(given.weights)), placed.plan
         return rows
+
+    def weights_fact(self, named: Iterable[tuple[str, Tensor]], word: str = "") -> str:
+        """`Facts.weights` of experts with these tensors, made again only where one of them has changed; "" where no
+        experts are replicated. word: what else must be alike, such as what runs them."""
+        if self.replication is None:
+            return ""
+        key = word, tuple((name, t.dtype, tuple(t.shape), t.requires_grad) for name, t in named)
+        if key != self._weights[0]:
+            each = (f"{name} {dtype} {[*shape]}{' trained' * trained}" for name, dtype, shape, trained in key[1])
+            self._weights = key, f"{word}: ".removeprefix(": ") + ", ".join(each)
+        return self._weights[1]
 
     def combine(self, y: Tensor, rows: Dispatched, params: Iterable[Tensor] = ()) -> Tensor:
         """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call.
@@ -219,43 +219,39 @@ class Dispatcher:
             y = Combine.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
         return y
 
-    def _tell(
-        self, transport: Transport, sort: RankSort, ids_TK: Tensor, w_TK: Tensor, call: CallId, grad: bool,
-        shared: Shared, columns: dict[int, Tensor],
+    def _count(
+        self, transport: Transport, sort: RankSort, ids_TK: Tensor, w_TK: Tensor, call: CallId,
+        values: dict[int, Tensor | int], given: Facts,
     ) -> Handshake:  # fmt: skip
-        """Tell the peers what was counted, and check what they told, before any row moves."""
+        """Exchange counts, and compare facts, before any row moves."""
         count = checks.bad_slots if static_by_default(ids_TK) else checks.count_bad
-        bad = count(ids_TK, w_TK, self.num_experts)
-        message = handshake.fill(
-            sort.rows_P, sort.slots_P, sort.tokens, bad, call, grad=grad, shared=shared, columns=columns
-        )
+        values |= {facts.SLOTS: sort.slots_P, facts.TOKENS: sort.tokens}
+        values[facts.BAD] = count(ids_TK, w_TK, self.num_experts)
+        message = count_message(sort.rows_P, call, values, given)
         self._at("count")
-        told: Handshake = self._run(transport.handshake, message)
+        met: Handshake = self._run(transport.handshake, message)
         self.calls += 1
-        handshake.compare(told, transport.rank, call, "count")
-        self._raise_if_bad([said[handshake.BAD] for said in told.received], ids_TK, w_TK)
-        return told
+        facts.compare(met, transport.rank, call, "count", given.weights)
+        bad_P = [theirs[facts.BAD] for theirs in met.received]
+        if any(bad_P):
+            own = checks.bad_tokens(ids_TK, w_TK, self.num_experts)
+            checks.raise_if_bad(bad_P, self.num_experts, layer=self.layer, ranked=True, tokens=own)
+        return met
 
-    def _route(self, transport: Transport, sort: RankSort, told: Handshake, call: CallId) -> RankRoute:
-        rows, slots = told.split_sizes(handshake.ROWS), told.split_sizes(handshake.SLOTS)
+    def _route(self, transport: Transport, sort: RankSort, met: Handshake, call: CallId) -> RankRoute:
+        rows, slots = met.split_sizes(facts.ROWS), met.split_sizes(facts.SLOTS)
         ordered = self.combine_mode == "ordered"
         plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing), ordered=ordered)
-        if plan.row_token_M.shape[0] != sum(rows.outgoing):
-            what = f"{plan.row_token_M.shape[0]} rows are there to be sent, and {sum(rows.outgoing)} were counted"
-            error = DesyncError(what, rank=transport.rank, layer=self.layer, phase="count")
-            if self.guard is not None:
-                self.guard.fail(error)
-            raise error
-        tokens = tuple(said[handshake.TOKENS] for said in told.received)
+        tokens = tuple(theirs[facts.TOKENS] for theirs in met.received)
         return RankRoute(
             transport=transport, guard=self.guard, run=self._run, plan=plan, rows=rows, slots=slots, tokens=tokens,
             call=call,
         )  # fmt: skip
 
-    def _call_id(self, x: Tensor, ids: Tensor, copied: str = "") -> CallId:
+    def _call_id(self, x: Tensor, ids: Tensor) -> CallId:
         own = f"{x.dtype}, combine {self.combine_mode}, guard {'off' if self.guard is None else 'on'}"
         if self._planner is not None:
-            own += f", {self._planner.config}, copied: {copied}"
+            own += f", {self._planner.config}"
         return CallId(
             layer=self.layer,
             number=self.calls,
@@ -269,22 +265,17 @@ class Dispatcher:
         if self.guard is not None:
             self.guard.at(self.layer, phase, "forward", self.calls)
 
-    def _refuse_shapes(self, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> None:
-        problems = checks.shape_problems(x, ids, w, mask)
+    def _refuse(self, problems: Sequence[str], *given: Tensor) -> None:
+        """Raise InputError for problems; over a transport after taking part, so that peers raise instead of waiting."""
         if not problems:
             return
-        if self.transport is not None:  # take part all the same, so that the peers raise instead of waiting
-            nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=checks.meeting_device(x, ids, w))
+        if self.transport is not None:
+            nothing_P = torch.zeros(self.ranks, dtype=torch.int64, device=checks.meeting_device(*given))
             call = self._call_id(nothing_P, nothing_P)  # what was given may have no shape; nobody compares it
             with suppress(InputError):
                 if self._planner is not None:
                     self._planner.gather(nothing_P.new_zeros(self.num_experts), call, usable=False)
                 self._at("count")
-                self._run(self.transport.handshake, handshake.fill(nothing_P, nothing_P, 0, handshake.UNUSABLE, call))
+                self._run(self.transport.handshake, count_message(nothing_P, call, {facts.BAD: facts.UNUSABLE}))
                 self.calls += 1
         raise InputError("; ".join(problems), rank=self._rank, layer=self.layer, phase="dispatch")
-
-    def _raise_if_bad(self, bad_P: list[int], ids_TK: Tensor, w_TK: Tensor) -> None:
-        if any(bad_P):
-            own = checks.bad_tokens(ids_TK, w_TK, self.num_experts)
-            checks.raise_if_bad(bad_P, self.num_experts, layer=self.layer, ranked=True, tokens=own)

@@ -1,4 +1,4 @@
-"""How ranks of one host wait for each other: a counter for each pair, which one rings and the other waits at."""
+"""Doorbells between ranks of one host: a counter for each pair, which one rings and the other waits at."""
 
 from __future__ import annotations
 

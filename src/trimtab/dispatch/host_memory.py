@@ -92,7 +92,7 @@ class HostMemory:
         )
 
     def messages(self, columns: int) -> Tensor:
-        """What the ranks wrote at this turn, [P, P, C]: row s holds rank s's message for each rank."""
+        """Messages of this turn, [P, P, C]: row s holds rank s's message for each rank."""
         return self._boards[self._turn % 2, :, 1:, :columns]
 
     def arrive(self, next_inbox: Slot, *, rows: bool) -> Arrivals:
@@ -143,7 +143,7 @@ class HostMemory:
             self._bells.ring(rank * self.size + self.rank)
 
     def _elsewhere(self, meetings: list[int]) -> TrimtabError:
-        """Who is at another meeting than this rank. meetings: each rank's."""
+        """The error that names the ranks at another meeting than this one. meetings: each rank's."""
         given_up = tuple(rank for rank, meeting in enumerate(meetings) if meeting == _GIVEN_UP)
         if given_up:
             return BackendError(
@@ -212,7 +212,7 @@ class Slot:
 
 
 def why_not_shared(infos: Sequence[PeerInfo]) -> str:
-    """Why these ranks can't exchange rows through memory; empty if they can. The same on every rank."""
+    """The reason why these ranks can't exchange rows through memory; empty if they can. The same on every rank."""
     devices = {info.device for info in infos}
     if devices != {"cpu"}:
         return f"the tensors are on {', '.join(sorted(devices))}, and only those of the CPU can be shared"

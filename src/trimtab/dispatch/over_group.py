@@ -1,4 +1,4 @@
-"""What transports over a process group have in common: a guard around collectives, and rows as bytes.
+"""Base of the transports over a process group: a guard around collectives, and rows as bytes.
 
 What belongs to a token travels together, packed as bytes of one row:
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.guard.guard import Guard, SharedByCopies
+from trimtab.guard.guard import Guard, SharedWhenCopied
 from trimtab.guard.peers import has_gloo
 from trimtab.kernels.tensor_checks import no_values, row_major
 from trimtab.layout import align_up
@@ -38,9 +38,9 @@ def refuse_without_values(message_PC: Tensor, rank: int) -> None:
         )  # fmt: skip
 
 
-class OverGroup(SharedByCopies):
-    """What the transports over a process group have in common; `group` and `guard` as for `AllToAll`. Whether guarded
-    or not, over Gloo the process does not end before its threads are done.
+class OverGroup(SharedWhenCopied):
+    """Base of the transports over a process group; `group` and `guard` as for `AllToAll`. Guarded or
+    not, over Gloo the process does not end before its threads are done.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
@@ -70,7 +70,7 @@ def row_bytes(like: Sequence[Tensor]) -> int:
 
 
 def packed_already(tensors: Sequence[Tensor]) -> bool:
-    """Whether they are packed rows as they lie in memory: one tensor, whose rows need no padding."""
+    """True where they are packed rows as they lie in memory: one tensor, whose rows need no padding."""
     first = tensors[0]
     return len(tensors) == 1 and first.is_contiguous() and first.shape[1] * first.element_size() == row_bytes(tensors)
 

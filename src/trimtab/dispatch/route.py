@@ -23,7 +23,7 @@ from torch.autograd.function import Function
 
 from trimtab.autograd import not_in_graphs, once_differentiable
 from trimtab.dispatch.exchange import Direction, Exchange
-from trimtab.dispatch.handshake import announce
+from trimtab.dispatch.handshake import agree_on_rows
 from trimtab.dispatch.plan import RankPlan
 from trimtab.dispatch.transport import SplitSizes
 from trimtab.errors import InputError
@@ -87,7 +87,7 @@ class RankRoute(Exchange):
         if self.guard is not None and like.device.type == "cpu":
             with suppress(InputError), self.guard.alone(self.call.layer, "combine"):
                 splits = self.rows.reversed()
-                announce(self.transport, self.guard, splits, self.call, "combine", "forward", None, like.device)
+                agree_on_rows(self.transport, self.guard, splits, self.call, "combine", "forward", None, like.device)
         raise error
 
 
@@ -128,15 +128,15 @@ def combine_parts(parts: Sequence[Tensor], csr: Csr) -> list[Tensor]:
 
 
 def wants_gradient(x_TD: Tensor, w_TK: Tensor) -> bool:
-    """Whether what this rank sends is to have a gradient, so that its `Dispatch` has a backward."""
+    """True where the rows that this rank sends have a gradient, so that its `Dispatch` has a backward."""
     return torch.is_grad_enabled() and (x_TD.requires_grad or w_TK.requires_grad)
 
 
-def with_others(w_TK: Tensor, wanted: bool, own: bool) -> Tensor:
-    """The weights, with a gradient that nobody reads where it is other ranks alone who want theirs: a backward is one
-    of all ranks. wanted: whether any rank does; own: whether this one does. A rank without a graph, as under
+def require_grad_if_any(w_TK: Tensor, any_wants: bool, own: bool) -> Tensor:
+    """Make the weights require grad where another rank needs a backward, whose collectives involve every rank: a
+    gradient that nobody reads. own: whether this rank needs one already. A rank without a graph, as under
     `torch.no_grad`, takes part in no backward, whatever others want."""
-    return w_TK.clone().requires_grad_() if wanted and not own and torch.is_grad_enabled() else w_TK
+    return w_TK.clone().requires_grad_() if any_wants and not own and torch.is_grad_enabled() else w_TK
 
 
 class Dispatch(Function):

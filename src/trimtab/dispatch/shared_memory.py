@@ -56,10 +56,10 @@ class SharedMemory(OverGroup):
 
     def handshake(self, message_PC: Tensor) -> Handshake:
         with self._exchange("counts", message_PC):
-            told_PPC = self._host.messages(message_PC.shape[1])
-            told_PPC[self.rank].copy_(message_PC)
+            messages_PPC = self._host.messages(message_PC.shape[1])
+            messages_PPC[self.rank].copy_(message_PC)
             self._meet(self._host.inbox, rows=False)
-            everyone = told_PPC.tolist()
+            everyone = messages_PPC.tolist()
         return Handshake(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
 
     def dispatch(
@@ -172,7 +172,7 @@ class SharedMemory(OverGroup):
 
 
 def _layout(like: Sequence[Tensor], rows: int) -> list[int]:
-    """Where each part of so many rows starts, and the end of the last."""
+    """Offsets at which each part of so many rows starts, and the end of the last."""
     sizes = [align_up(rows * t.shape[1] * t.element_size(), _ALIGNMENT) for t in like]
     layout = [0, *accumulate(sizes)]
     if layout[-1] > SLOT_BYTES:

@@ -1,4 +1,4 @@
-"""What a transport is: it counts, and it moves rows between the ranks of one expert group.
+"""The protocol of transports, which exchange counts and rows between the ranks of one expert group.
 
 A transport knows nothing of experts, weights or gradients, and never asks whether a count is zero.
 
@@ -19,7 +19,7 @@ from trimtab.dispatch import LAYER_FILE
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSizes:
-    """How many rows this rank sends to and receives from each rank, on the host.
+    """Numbers of rows that this rank sends to and receives from each rank, on the host.
 
     everyone[s][d] is what rank s sends to rank d, for the transports that need to know it; else empty.
     """
@@ -36,7 +36,7 @@ class SplitSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Handshake:
-    """What the ranks told each other before data moves, on the host.
+    """Messages that the ranks exchanged before data moves, on the host.
 
     sent[p]: this rank's message for rank p; received[p]: rank p's message for this rank.
     everyone[s][d]: rank s's message for rank d, where the transport gathers them all; else empty.

@@ -66,11 +66,3 @@ TRANSPORTS: dict[str, Callable[..., Transport]] = {
 }
 """Each is called with a process group, and guard= if another one than by default. A row here is all that a new one
 takes: names are compared with this, and tests and topologies go through it."""
-
-
-def check_transport(name: str) -> None:
-    """Raises:
-    ConfigError: no transport of this name.
-    """
-    if name not in TRANSPORTS:
-        raise ConfigError(f"transport={name!r} is not one of {tuple(TRANSPORTS)}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trimtab.errors import ConfigError
 from trimtab.experts.weight_grad import MODES, DelayedGradients, MainGradMode
 from trimtab.kernels.choose import KernelChoice
-from trimtab.kernels.tensor_checks import codes
+from trimtab.kernels.tensor_checks import unsupported_dtype
 from trimtab.validation import VALUES, check_dtype, check_flags
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class GroupedModule(nn.Module):
         ConfigError: a parameter was cast to a dtype that is not computed with, or wraps other tensors.
         """
         for param in params:
-            if param is not None and (held := codes(param)):
+            if param is not None and (held := unsupported_dtype(param)):
                 raise ConfigError(
                     f"{type(self).__name__} has a parameter of {tuple(param.shape)} in {held}: keep parameters in "
                     f"{VALUES}, as plain tensors; a recipe of trimtab.experts.recipes quantises what is multiplied",

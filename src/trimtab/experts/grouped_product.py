@@ -123,13 +123,13 @@ class Call:
         kinds = kinds_of(self.form, self.label)
         return Gradients(self.owned or tensors, kinds, wanted, self.sink.main_grad, torch.empty_like)
 
-    def product(self, tensors: Sequence[Tensor], offsets_e: Tensor, seed: Tensor | None, like: Tensor) -> Product:
+    def product(self, tensors: Sequence[Tensor], seed: Tensor | None, like: Tensor) -> Product:
         """Of a recipe, which is in no operator."""
         low = self.low_precision
         assert low is not None
         of = GroupedWeight.of(tensors, self.form)
         return Product(
-            of, low.kernels, like.dtype, offsets_e, seed=None if seed is None else int(seed), low_precision=low
+            of, low.kernels, like.dtype, low.offsets_e, seed=None if seed is None else int(seed), low_precision=low
         )
 
 
@@ -145,11 +145,11 @@ def _forward(ctx: Any, *given: Any) -> Tensor:
     if low is None:
         y, *u = product_op(rows, list(tensors), offsets_e, seed, call.form, call.kernels, call.keep)
     else:
-        y, *u = run_forward(call.product(tensors, offsets_e, seed, rows), rows, call.keep)
+        y, *u = run_forward(call.product(tensors, seed, rows), rows, call.keep)
         if kept and not call.adapted:  # one byte a value in place of the rows
             kept = low.keep(rows, "activation")
     ctx.call, ctx.adapted = call, len(u)
-    ctx.save_for_backward(offsets_e, seed, *tensors, *u, *kept)
+    ctx.save_for_backward(None if low else offsets_e, seed, *tensors, *u, *kept)
     return y
 
 
@@ -168,7 +168,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     need_v = call.adapted and bool(wanted[-2])
     found: Sequence[Tensor | None] = [None] * len(needs)
     if call.low_precision is not None:
-        p = call.product(tensors, offsets_e, seed, d)
+        p = call.product(tensors, seed, d)
         p.u = of_u
         made = run_back(p, d, need_x, need_v)
         job = _quantized(call, p, kept, d, made[-1] if need_v else None, tensors, wanted)

@@ -35,7 +35,7 @@ def covers(p: Pass) -> bool:
     up, down, adapted = p.up, p.down, p.adapted
     if not isinstance(p.kernels, CompiledKernels) or _known(p.word) is None or p.x.dtype not in TYPES:
         return False
-    if up.format != down.format or len(up.biases) != len(down.biases):
+    if up.format != down.format or up.format not in ("", *CODES) or len(up.biases) != len(down.biases):
         return False
     dtype = up.values[0].dtype
     for weight in (up, down):

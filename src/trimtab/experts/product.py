@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from trimtab.experts.quantized import decoded, values_per_byte
 from trimtab.experts.sink import Sink, put_each
 from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.kernels.api import Backend, Block, put
+
+if TYPE_CHECKING:
+    from trimtab.experts.recipes.base import Products
 
 Rows = Tensor | tuple[Tensor, ...] | None
 
@@ -57,7 +60,7 @@ class Product:
     u: Tensor | None = None
     seed: int | None = None
     sink: Sink | None = None
-    low_precision: Any = None
+    low_precision: Products | None = None
     waits: list[Callable[[], None]] | None = None
     wide: torch.dtype = field(init=False)
     direct: bool = field(init=False)

@@ -31,12 +31,15 @@ _127TH = 7.874015718698502e-3
 @dataclass(frozen=True)
 class Format:
     """per_byte: values in a byte. outs, ins: of a block that shares a scale; 0: all inputs of an output. values: of
-    codes of four bits; high_first: whether a byte's upper half comes first. scales: their dtype."""
+    codes of four bits; high_first: whether a byte's upper half comes first. stored: the dtype whose bits other codes
+    are, in parts `unit` of their scale. scales: the scales' dtype; uint8 holds a power of two, biased by 127."""
 
     per_byte: int
     outs: int
     ins: int
     scales: torch.dtype = torch.float32
+    stored: torch.dtype = torch.uint8
+    unit: float = 1.0
     values: tuple[float, ...] = ()
     high_first: bool = False
     quantize: Callable[[Tensor, Format], tuple[Tensor, Tensor]] | None = None
@@ -64,7 +67,7 @@ def decoded(
         wide = _pairs(f.values, f.high_first, codes_eOI.device)
         value = wide.index_select(0, codes_eOI.reshape(-1).int()).view(*codes_eOI.shape[:-1], -1)
     else:
-        value = codes_eOI.view(torch.int8 if name == "int8" else torch.float8_e4m3fn).to(torch.float32)
+        value = codes_eOI.view(f.stored).to(torch.float32)
     scale = scales_eOI
     if scale.dtype is torch.uint8:
         scale = torch.pow(2.0, scale.to(torch.int32) - 127)
@@ -76,8 +79,8 @@ def decoded(
     else:
         blocks = scale.shape[2]
         value.view(e, outs, blocks, ins // blocks).mul_(scale.unsqueeze(-1))
-    if name == "int8":
-        value.mul_(_127TH)
+    if f.unit != 1.0:
+        value.mul_(f.unit)
     return value.to(dtype) if out is None else out.copy_(value)
 
 
@@ -128,9 +131,9 @@ def _pairs(values: tuple[float, ...], high_first: bool, device: torch.device) ->
 
 FORMATS = {
     "nf4": Format(2, 1, 64, values=NF4, high_first=True, quantize=_nf4),
-    "int8": Format(1, 1, 0, quantize=_int8),
-    "fp8": Format(1, 128, 128),
-    "mxfp4": Format(2, 1, 32, torch.uint8, E2M1),
+    "int8": Format(1, 1, 0, stored=torch.int8, unit=_127TH, quantize=_int8),
+    "fp8": Format(1, 128, 128, stored=torch.float8_e4m3fn),
+    "mxfp4": Format(2, 1, 32, scales=torch.uint8, values=E2M1),
 }
 """By name: NF4 with an absmax of each 64 values, as bitsandbytes packs them; int8 with an absmax of each row, as
 bitsandbytes' `int8_vectorwise_quant`; float8_e4m3 with a scale of each 128 x 128, as DeepSeek's checkpoints have them;

@@ -13,7 +13,7 @@ Legend: e experts at home, n replicas on this rank, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -49,11 +49,6 @@ class Replicas(Protocol):
         """What is there of the replicas, [n, *] each, is added in place to `into`, [e, *] each and of the same dtype,
         where they are at home, in the order of ranks. then: outlines [0, *] of the rows whose gradients leave next in
         this call."""
-
-
-def weights_in_words(named: Iterable[tuple[str, Tensor]]) -> str:
-    """What there is of each expert, and what of it has gradients, for ranks to compare before replicas are sent."""
-    return ", ".join(f"{name} {t.dtype} {[*t.shape]}{' trained' * t.requires_grad}" for name, t in named)
 
 
 def check_replicable(experts: GroupedModule, layer: str = "") -> None:

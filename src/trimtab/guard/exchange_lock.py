@@ -16,7 +16,7 @@ class ExchangeLock:
         self._lock, self.holder = threading.RLock(), "another"
 
     def acquire(self) -> bool:
-        """Whether this thread has it now. Never waits."""
+        """Take it for this thread; False where another has it. Never waits."""
         if not self._lock.acquire(blocking=False):
             return False
         self.holder = threading.current_thread().name

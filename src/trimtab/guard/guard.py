@@ -45,17 +45,17 @@ class Waiting(Protocol):
         """Return when it is done; RuntimeError if it failed, or is not done within `timeout`."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True once it has ended, well or not."""
 
 
-class SharedByCopies:
-    """Of an object that holds process groups, which can be neither copied nor pickled: copies of a layer share it."""
+class SharedWhenCopied:
+    """Holds process groups, which can be neither copied nor pickled: a copied layer shares the object."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
-class Guard(SharedByCopies):
+class Guard(SharedWhenCopied):
     """Watches over one process group. Made by a transport, or by hand and given to several transports of one group.
 
     Args:
@@ -102,7 +102,7 @@ class Guard(SharedByCopies):
         self._record.write(layer, phase, direction, call, state)
 
     def place(self) -> Place | None:
-        """Where this rank is, by its own record."""
+        """The place of this rank, by its own record."""
         return self._record.place()
 
     def wait(self, *works: Waiting) -> None:
@@ -160,12 +160,12 @@ class Guard(SharedByCopies):
             self._lock.release()
 
     def fail(self, error: TrimtabError, own: Guard | None = None) -> None:
-        """Tell the ranks of this host of an error that only this one has seen: they raise it too instead of waiting.
+        """Publish an error that only this rank has seen: the ranks of this host raise it too instead of waiting.
 
         own: of another group, in which the error arose."""
         verdict = Verdict.of(error)
         for guard in (self, own):
-            if guard is not None and guard._verdict is not None:  # told on without what this rank did meanwhile
+            if guard is not None and guard._verdict is not None:  # published without what this rank did meanwhile
                 before, found, _ = verdict.message.partition(guard._verdict.message)
                 verdict = replace(verdict, message=before + found)
         self._publish(verdict)
@@ -213,7 +213,7 @@ class Guard(SharedByCopies):
         return self._verdict
 
     def _judged(self, start: float, failure: str) -> TrimtabError:
-        """The error to raise: a cause that is known by now, or this rank's own verdict, told to the others."""
+        """The error to raise: a cause that is known by now, or this rank's own verdict, published to the others."""
         if self._peers is None:
             self._try_to_meet(_PATIENCE, whole=False)
         end = time.monotonic() + (_PATIENCE if failure else 0.0)
@@ -234,7 +234,7 @@ class Guard(SharedByCopies):
         return verdict.error(self._waited(start))
 
     def _seen(self) -> list[Seen]:
-        """What is seen of the other ranks now."""
+        """The other ranks as they are seen now."""
         seen = []
         for peer, record in (self._peers or {}).values():
             process = peer.state()
@@ -244,7 +244,7 @@ class Guard(SharedByCopies):
         return seen
 
     def _lost(self) -> bool:
-        """Whether a rank of this host is gone, or has left the group."""
+        """True where a rank of this host is gone, or has left the group."""
         return any(s.left or s.process == "gone" for s in self._seen())
 
     def _publish(self, verdict: Verdict) -> None:

@@ -1,4 +1,4 @@
-"""Who the ranks of a group are, what can be seen of those on this host, and how they tell each other at the start."""
+"""The ranks of a group: their introductions at the start, and what can be seen of those on this host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_THERE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 @dataclass(frozen=True, kw_only=True)
 class PeerInfo:
-    """What a rank says of itself through the group's store.
+    """Introduction of a rank through the group's store.
 
     here: equal on ranks that can look at each other in /proc. record, rows, control: descriptors of its `RankRecord`
     and of memory that it shares, or -1. transport: the kind it exchanges by. device: type of its tensors. lack: why it
@@ -44,7 +44,7 @@ class PeerInfo:
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs on this host, in the same container."""
+        """True where it runs on this host, in the same container."""
         return self.here == _here()
 
     def state(self) -> str:
@@ -67,7 +67,7 @@ class PeerInfo:
 
 
 class Introductions:
-    """What the ranks of a group say of themselves. Each speaks without waiting for the others, and reads later.
+    """Introductions of the ranks of a group. Each speaks without waiting for the others, and reads later.
 
     Every rank of the group must make it, in the same order where there are several. what: names their kind.
     Can be waited for as `torch.distributed.Work` can: until all ranks have spoken.
@@ -86,11 +86,11 @@ class Introductions:
         self._failure = ""
 
     def say(self, **fields: int | str) -> None:
-        """Of this rank; see `PeerInfo`."""
+        """Introduce this rank; see `PeerInfo`."""
         self._store.set(self._keys[self.rank], json.dumps(asdict(self._me) | fields))
 
     def read(self) -> list[PeerInfo]:
-        """What each rank has said, by rank; of those that have not spoken only who they are."""
+        """Each rank's introduction, by rank; for those that have not spoken only who they are."""
         if self._store.check(self._keys):
             return [PeerInfo(**json.loads(text)) for text in self._store.multi_get(self._keys)]
         return [
@@ -111,7 +111,7 @@ class Introductions:
             raise RuntimeError(self._failure)
 
     def is_completed(self) -> bool:
-        """Whether all have spoken, or never will: the store has failed."""
+        """True once all have spoken, or never will, for the store has failed."""
         try:
             return bool(self._store.check(self._keys))
         except RuntimeError as error:
@@ -120,7 +120,7 @@ class Introductions:
 
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether the host waits for this group's collectives on CPU tensors through Gloo."""
+    """True where the host waits for this group's collectives on CPU tensors through Gloo."""
     return "cpu:gloo" in dist.get_backend_config(group).lower().split(",")
 
 

@@ -1,5 +1,5 @@
-"""Where a rank is (layer, phase, direction, call), in memory without a file name that other processes of its host can
-read through /proc/<pid>/fd/<fd>, also while it is stopped. `trimtab doctor --places` prints the records of a host."""
+"""The place of a rank (layer, phase, direction, call), in memory without a file name that other processes of its host
+can read through /proc/<pid>/fd/<fd>, also while it is stopped. `trimtab doctor --places` prints a host's records."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Place:
 
     @property
     def seconds(self) -> float:
-        """How long a rank of this host has been there."""
+        """Seconds since a rank of this host came there."""
         return time.monotonic() - self.since
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class RankRecord:
         _PLACE.pack_into(self._memory, 0, _MAGIC, self._version, *known)
 
     def wait(self, waiting: bool) -> None:
-        """Whether the rank waits for its peers at its place: one byte."""
+        """Note that the rank waits for its peers at its place, or no longer: one byte."""
         self._memory[_STATE_AT] = int(waiting)
 
     def write_note(self, note: str) -> None:
@@ -143,7 +143,7 @@ class RankRecord:
             self.fd = -1
 
     def place(self) -> Place | None:
-        """Where the rank was at its last sign of life; None before it began."""
+        """The rank's place at its last sign of life; None before it began."""
         for _ in range(100):  # until it is not in the middle of being written
             _, version, known, state, phase, direction, _, call, since, layer = _PLACE.unpack_from(self._memory, 0)
             if version % 2 == 0 and version == struct.unpack_from("<Q", self._memory, 4)[0]:
@@ -160,7 +160,7 @@ class RankRecord:
         )
 
     def note(self) -> str:
-        """What the rank left; empty if nothing."""
+        """The text that the rank left; empty if none."""
         (size,) = _NOTE.unpack_from(self._memory, _NOTE_AT)
         start = _NOTE_AT + _NOTE.size
         return bytes(self._memory[start : start + size]).decode(errors="replace")

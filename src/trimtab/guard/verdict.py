@@ -1,4 +1,4 @@
-"""Who broke: from what is seen of each rank to one sentence, which all ranks of the host raise. Pure functions."""
+"""Judges who broke: from what is seen of each rank to one sentence, which all ranks of the host raise. All is pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_TEXT, _MOST_RANKS, _NAMED = 4_000, 1_000, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What is seen of one rank.
+    """One rank as another sees it.
 
     process: running, stopped or gone, as the host says; unknown on another host. place: where its record says it is.
     left: why it has left the group, or that it has; empty if it has not.
@@ -60,7 +60,7 @@ class Verdict:
 
     @classmethod
     def in_note(cls, note: str) -> Verdict | None:
-        """What a rank's record says, if it is a verdict and not in the middle of being written."""
+        """The verdict in a rank's record; None where there is none, or it is being written."""
         try:
             values = json.loads(note) if note.startswith("{") else None
         except ValueError:

@@ -1,4 +1,4 @@
-"""Whether ranks that should hold the same values do: the router above all, which drifts where nothing else shows it."""
+"""Checks that ranks hold the same values where they should: the router above all, which drifts unnoticed."""
 
 from __future__ import annotations
 

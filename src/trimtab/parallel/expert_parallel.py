@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
-from trimtab.dispatch.replication.plan import COPY_COST, Replication, replication_config
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.options import COPY_COST, CombineMode, ExchangeOptions, Replication
 from trimtab.dispatch.transport import Transport
-from trimtab.dispatch.transports import TRANSPORTS, check_transport
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.replicated import check_replicable
@@ -27,7 +27,7 @@ from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
 
 TokenMode = Literal["own", "replicated", "sharded"]
 Transports = dict[tuple[str, dist.ProcessGroup], Transport]
-"""What layers share, by kind and group. All ranks ask in the same order."""
+"""Transports that layers share, by kind and group. All ranks ask in the same order."""
 
 
 class ExpertParallel(ParallelStyle):
@@ -80,7 +80,6 @@ class ExpertParallel(ParallelStyle):
         copy_cost: int = COPY_COST,
     ) -> None:
         super().__init__()
-        check_transport(transport)
         if tokens not in get_args(TokenMode):
             raise ConfigError(f"tokens={tokens!r} is not one of {get_args(TokenMode)}")
         for name, mesh in (("tp_mesh", tp_mesh), ("cp_mesh", cp_mesh)):
@@ -90,10 +89,11 @@ class ExpertParallel(ParallelStyle):
                 raise ConfigError(f"{name}={mesh}: hand in a mesh of one dim")
         if (tokens == "own") != (tp_mesh is None):
             raise ConfigError(f"tokens={tokens!r} with tp_mesh={tp_mesh}: a tp_mesh, or tokens='own'")
-        if combine is not None:
-            check_combine(combine)
-        self.transport, self.tokens, self.etp, self.combine = transport, tokens, etp, combine
-        self.replication = replication_config(replicate_experts, copy_cost)
+        self.options = ExchangeOptions(
+            transport=transport, combine="sum" if combine is None else combine, replicate_experts=replicate_experts,
+            copy_cost=copy_cost,
+        )  # fmt: skip
+        self.tokens, self.etp, self.combine = tokens, etp, combine
         self.meshes = TokenMeshes(tp=tp_mesh, cp=cp_mesh)
         self._transports: Transports = {}
 
@@ -114,15 +114,15 @@ class ExpertParallel(ParallelStyle):
         place, old, name = ExpertMesh(mesh=mesh, etp=self.etp), moe.dispatcher, layer or moe.dispatcher.layer
 
         def over(dim: int) -> Transport | None:
-            group = mesh.get_group(dim)
-            if mesh.size(dim) > 1 and (self.transport, group) not in transports:
-                transports[self.transport, group] = TRANSPORTS[self.transport](group)
-            return transports.get((self.transport, group))
+            key = self.options.transport, mesh.get_group(dim)
+            if mesh.size(dim) > 1 and key not in transports:
+                transports[key] = TRANSPORTS[key[0]](key[1])
+            return transports.get(key)
 
         split = None if self.etp is None else over(1 - place.ep_dim)
         moe.dispatcher = Dispatcher(
             old.num_experts, over(place.ep_dim), combine=self.combine or old.combine_mode, layer=name,
-            fingerprint=f"{moe.fingerprint}, tokens {self.tokens}", replication=self.replication, etp=split,
+            fingerprint=f"{moe.fingerprint}, tokens {self.tokens}", replication=self.options.replication, etp=split,
         )  # fmt: skip
         moe.experts.__class__ = ParallelExperts
         assert isinstance(moe.experts, ParallelExperts)
@@ -150,7 +150,7 @@ class ExpertParallel(ParallelStyle):
             )
         if type(module.experts) is not ExpertMLP:
             raise ConfigError(f"experts are a {type(module.experts).__name__}, expected an ExpertMLP", layer=layer)
-        if self.replication is not None:
+        if self.options.replication is not None:
             check_replicable(module.experts, layer)
         check_split(module.experts, ExpertMesh(mesh=mesh, etp=self.etp))
         return module
@@ -160,7 +160,7 @@ Plan = Mapping[str, ParallelStyle | tuple[ParallelStyle, DeviceMesh]]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name fits a glob, part by part: "*" stays within its part, and is no name for the whole."""
+    """Match a dotted name with a glob, part by part: "*" stays within its part, and is no name for the whole."""
     parts, globs = name.split("."), pattern.split(".")
     return bool(name) == bool(pattern) and len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
 

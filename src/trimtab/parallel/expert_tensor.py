@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from trimtab.autograd import not_in_graphs
-from trimtab.dispatch import handshake
+from trimtab.dispatch import facts
 from trimtab.dispatch.dispatcher import Dispatched
-from trimtab.dispatch.handshake import CallId
+from trimtab.dispatch.facts import CallId
+from trimtab.dispatch.handshake import count_message
 from trimtab.dispatch.plan import RankPlan
-from trimtab.dispatch.route import Combine, Dispatch, RankRoute, wants_gradient, with_others
+from trimtab.dispatch.route import Combine, Dispatch, RankRoute, require_grad_if_any, wants_gradient
 from trimtab.dispatch.transport import Transport, layer_frame
 from trimtab.guard.guard import Guard
 from trimtab.kernels.rows import Csr
@@ -35,7 +36,7 @@ class ExpertTensorGroup:
     def meet(
         self, x_MD: Tensor, ids_MK: Tensor, num_slots: int | None, *, grad: bool
     ) -> tuple[RankRoute, int | None, bool]:
-        """Tell the group how many rows and slots this rank has, and whether they want gradients. Collective; one host
+        """Exchange the numbers of rows and slots with the group, and whether they want gradients. Collective; one host
         sync.
 
         Returns the way to all ranks and back, how many slots all have where all know it, and whether any wants `grad`.
@@ -51,27 +52,27 @@ class ExpertTensorGroup:
         )  # fmt: skip
         self.calls += 1
         rows_P = torch.full((ranks,), rows, dtype=torch.int64, device=x_MD.device)
-        slots_P = torch.full_like(rows_P, -1 if num_slots is None else num_slots)
-        message = handshake.fill(rows_P, slots_P, rows, 0, call, grad=grad)
+        slots = -1 if num_slots is None else num_slots
+        message = count_message(rows_P, call, {facts.SLOTS: slots, facts.TOKENS: rows, facts.GRAD: grad})
         with nullcontext() if self.guard is None else self.guard.alone(self.layer, "count"):
             if self.guard is not None:
                 self.guard.at(self.layer, "count", "forward", call.number)
-            told = self._frame(self.transport.handshake, message)
-        handshake.compare(told, self.rank, call, "count")
-        slots = told.split_sizes(handshake.SLOTS)
+            met = self._frame(self.transport.handshake, message)
+        facts.compare(met, self.rank, call, "count")
+        of_all = met.split_sizes(facts.SLOTS)
         route = RankRoute(
             transport=self.transport, guard=self.guard, run=self._frame, plan=_to_every_rank(rows, ranks, x_MD.device),
-            rows=told.split_sizes(handshake.ROWS), slots=slots, call=call,
-            tokens=tuple(said[handshake.TOKENS] for said in told.received), announced=False,
+            rows=met.split_sizes(facts.ROWS), slots=of_all, call=call,
+            tokens=tuple(theirs[facts.TOKENS] for theirs in met.received), agrees=False,
         )  # fmt: skip
-        known = None if min(slots.incoming) < 0 else sum(slots.incoming)
-        return route, known, any(said[handshake.GRAD] for said in told.received)
+        known = None if min(of_all.incoming) < 0 else sum(of_all.incoming)
+        return route, known, any(theirs[facts.GRAD] for theirs in met.received)
 
     def dispatch(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None) -> Dispatched:
         """The rows of all ranks of the group, on each; their outputs go home by `combine`. Collective, as `meet`."""
         own = wants_gradient(x_MD, w_MK)
         route, slots, wanted = self.meet(x_MD, ids_MK, num_slots, grad=own)
-        w_MK = with_others(w_MK, wanted, own)
+        w_MK = require_grad_if_any(w_MK, wanted, own)
         x, w, ids, sent = Dispatch.apply(route, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
         return Dispatched(x_MD=x, ids_MK=ids, weights_MK=w, num_slots=slots, route=route, sent=sent)
 
@@ -82,7 +83,7 @@ class ExpertTensorGroup:
 
 
 def _to_every_rank(rows: int, ranks: int, device: torch.device) -> RankPlan:
-    copies = torch.arange(rows * ranks, device=device)
+    sent_M = torch.arange(rows * ranks, device=device)
     indptr = torch.arange(0, rows * ranks + 1, ranks, device=device)
-    token_csr = Csr(indices=copies.view(ranks, rows).T.reshape(-1), indptr=indptr)
-    return RankPlan(row_token_M=copies % max(rows, 1), token_csr=token_csr, slot_csr=None)
+    token_csr = Csr(indices=sent_M.view(ranks, rows).T.reshape(-1), indptr=indptr)
+    return RankPlan(row_token_M=sent_M % max(rows, 1), token_csr=token_csr, slot_csr=None)

@@ -95,7 +95,7 @@ def fully_shard_moe(
 
 
 def _resharding(given: bool | int | None, efsdp_mesh: DeviceMesh) -> dict[str, bool | int]:
-    """What experts are resharded to, if it is not what was given."""
+    """The option by which experts are resharded, if it is not the given one."""
     if given is None or isinstance(given, bool):
         return {}
     kept = gcd(given, efsdp_mesh.size(efsdp_mesh.ndim - 1))
@@ -103,7 +103,7 @@ def _resharding(given: bool | int | None, efsdp_mesh: DeviceMesh) -> dict[str, b
 
 
 def _reduce_now(module: FSDPModule) -> None:
-    """What FSDP2 does as a module's backward ends, for gradients that came after it."""
+    """Do what FSDP2 does as a module's backward ends, for gradients that came after it."""
     group = module._get_fsdp_state()._fsdp_param_group
     if group is not None:
         group.post_backward()
@@ -157,7 +157,7 @@ def find_units(model: nn.Module, blocks: Sequence[str], ignored: Collection[nn.P
 
 
 def _inner_first(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """What lies in another has fewer modules."""
+    """Sort by number of modules: what lies in another has fewer."""
     return sorted(modules, key=lambda module: sum(1 for _ in module.modules()))
 
 

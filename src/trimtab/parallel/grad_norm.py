@@ -99,7 +99,7 @@ def _scale(t: Tensor, factor: Tensor) -> None:
 
 
 def _counts_here(grad: Tensor, param: Tensor) -> bool:
-    """Whether this rank is the first of those that hold the same part of a gradient."""
+    """True on the first of the ranks that hold the same part of a gradient."""
     placed = grad if isinstance(grad, DTensor) else param  # `main_grad` is plain
     if not isinstance(placed, DTensor):
         return True

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from trimtab.errors import ConfigError
-from trimtab.guard.guard import SharedByCopies
+from trimtab.guard.guard import SharedWhenCopied
 from trimtab.routing.losses import LossGroups
 
 
@@ -52,8 +52,8 @@ def check_meshes(**meshes: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertMesh(SharedByCopies):
-    """Where experts are: a mesh slice of one dim (ep), or of two with `etp` naming the one that splits F."""
+class ExpertMesh(SharedWhenCopied):
+    """The mesh of experts: a slice of one dim (ep), or of two with `etp` naming the one that splits F."""
 
     mesh: DeviceMesh
     etp: str | None = None
@@ -85,7 +85,7 @@ class ExpertMesh(SharedByCopies):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenMeshes(SharedByCopies):
+class TokenMeshes(SharedWhenCopied):
     """tp, cp: one dim each. data: one or two dims, with cp's ranks among its own; None where none is known but cp."""
 
     tp: DeviceMesh | None = None
@@ -93,7 +93,7 @@ class TokenMeshes(SharedByCopies):
     data: DeviceMesh | None = None
 
     def loss_groups(self) -> LossGroups:
-        """Who shares the balance losses. No group is made: sums are taken along one mesh dim after another."""
+        """The groups that share the balance losses. None is made: sums are taken along one mesh dim after another."""
         data = groups_of(self.cp if self.data is None else self.data)
         return LossGroups(
             batch=(*groups_of(self.tp), *data),
@@ -102,7 +102,7 @@ class TokenMeshes(SharedByCopies):
         )
 
     def check(self, experts: int, layer: str) -> None:
-        """Whether gradients reduced over `data` are whole. experts: ranks that hold an expert's parts or copies.
+        """Check that gradients reduced over `data` are whole. experts: ranks that hold an expert's parts or copies.
 
         Raises:
             ConfigError: cp is not within data, tp is, or not every rank with tokens is among those of the experts.

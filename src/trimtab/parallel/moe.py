@@ -1,4 +1,4 @@
-"""A MoE layer whose tokens or experts are spread over ranks, and how the data-parallel ranks are told to it.
+"""A MoE layer whose tokens or experts are spread over ranks, and how it learns of the data-parallel ranks.
 
 Legend: B batch, L positions, l positions of this rank, D model dim.
 """
@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.autograd import not_a_view, refuse_transforms
-from trimtab.dispatch.handshake import NOTHING, Shared
+from trimtab.autograd import detached_reshape, refuse_transforms
+from trimtab.dispatch.facts import Facts, LineTokens
 from trimtab.dispatch.sequence_shard import shard, take_shard, unshard
 from trimtab.errors import ConfigError
-from trimtab.experts.replicated import weights_in_words
 from trimtab.layout import SequenceLayout
 from trimtab.moe import MoE, MoEOutput
 from trimtab.parallel.adapters import SumGradients
@@ -33,7 +32,7 @@ Place = tuple[nn.Module, str]
 
 
 class ParallelMoE(MoE):
-    """What `ExpertParallel` makes of a `MoE`: the same module, of this class.
+    """A `MoE` under `ExpertParallel`: the same module, of this class.
 
     `token_meshes`: who has which tokens. `own_groups`: what this class last set as `router.groups`. `lines`: the first
     rank of this one's line of tp and of cp, -1 where there are no others.
@@ -72,24 +71,21 @@ class ParallelMoE(MoE):
         with standing_in(places, summed):
             return super().forward(x, token_mask=token_mask, ids=ids)
 
-    def _shared(self, x: Tensor) -> Shared:
+    def _facts(self, x: Tensor) -> Facts:
         (tp, cp), whole = self.lines, isinstance(self.tokens, ReplicatedTokens)
+        weights = self.dispatcher.weights_fact(chain(self.experts.named_parameters(), self.experts.named_buffers()))
         if max(tp, cp) < 0:
-            return NOTHING
+            return Facts(weights)
         by_sequence = any(router.config.sequence_aux_loss for router in routers(self.router).values())
-        sequences = x.shape[:-2].numel()
-        return Shared(
-            tp=tp if whole or by_sequence else -1, cp=cp if by_sequence else -1, sequences=sequences,
-            positions=x.shape[-2] if whole else -1,
-        )  # fmt: skip
-
-    def _weights_fact(self) -> str:
-        if self.dispatcher.replication is None:
-            return ""
-        return weights_in_words(chain(self.experts.named_parameters(), self.experts.named_buffers()))
+        sequences, positions = x.shape[:-2].numel(), x.shape[-2] if whole else -1
+        return Facts(
+            weights,
+            LineTokens(tp, sequences, positions) if tp >= 0 and (whole or by_sequence) else None,
+            LineTokens(cp, sequences) if cp >= 0 and by_sequence else None,
+        )
 
     def _replicated(self) -> list[Place]:
-        """Where the trained parameters other than the experts' are, in a fixed order."""
+        """Places of the trained parameters other than the experts', in a fixed order."""
         return [
             (module, name)
             for child_name, child in self.named_children()
@@ -132,7 +128,7 @@ class ReplicatedTokens:
         """[*lead, l, D] -> [*lead, L, D], the same on every rank. One all-gather; none in the backward."""
         layout = self._layout(like)
         rows = y.reshape(layout.tokens(self.rank), y.shape[-1])
-        return not_a_view(unshard(rows, layout, self.group), like.shape)
+        return detached_reshape(unshard(rows, layout, self.group), like.shape)
 
     def _layout(self, t: Tensor) -> SequenceLayout:
         return SequenceLayout.even(math.prod(t.shape[:-2]), t.shape[-2], self.ranks)

@@ -1,4 +1,4 @@
-"""Chat fine-tuning: the assistant's answers are learnt, in the context that they will have, and nothing else.
+"""Chat fine-tuning: the assistant's answers are learned, in the context that they will have, and nothing else.
 
 For each answer the tokenizer's own chat template is rendered up to it, with the generation prompt, and past it: the
 second adds the answer. TRL's marked templates are not put in the place of a tokenizer's own: they keep old reasoning,
@@ -19,7 +19,7 @@ from trimtab.errors import InputError
 IGNORED = -100
 """The label of a token that carries no loss."""
 FLAGS = ("weight", "loss_mask", "train", "trainable")
-"""Keys of a message that say whether it is learnt (1, true) or not (0, false)."""
+"""Keys of a message that say whether it is learned (1, true) or not (0, false)."""
 OTHER = "\u0394\u0394other words\u0394\u0394"
 """Stands in the place of a message's words, to see where the template puts them."""
 
@@ -34,7 +34,7 @@ def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) ->
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        messages: `role` and `content`, strings, of each, and one of FLAGS where an answer is not to be learnt.
+        messages: `role` and `content`, strings, of each, and one of FLAGS where an answer is not to be learned.
         place: where the conversation lies, for messages.
         tools: a list of the tools that the assistant may call, for the template, or None.
 
@@ -45,7 +45,7 @@ def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) ->
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
-    turns = [i for i, message in enumerate(messages) if _is_learnt(message, f"{place}: message {i + 1}")]
+    turns = [i for i, message in enumerate(messages) if _is_learned(message, f"{place}: message {i + 1}")]
     if not turns:
         return
     plain = [{key: value for key, value in message.items() if key not in FLAGS} for message in messages]
@@ -54,10 +54,10 @@ def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) ->
         yield _label(conversation, chain)
 
 
-def _is_learnt(message: dict[str, Any], place: str) -> bool:
+def _is_learned(message: dict[str, Any], place: str) -> bool:
     flags = {key: message[key] for key in FLAGS if message.get(key) is not None}
     if wrong := {key: value for key, value in flags.items() if value not in (0, 1)}:
-        raise InputError(f"{place}: {json.dumps(wrong)}: a message is learnt (1, true) or not (0, false)")
+        raise InputError(f"{place}: {json.dumps(wrong)}: a message is learned (1, true) or not (0, false)")
     return message["role"] == "assistant" and all(flags.values())
 
 
@@ -243,9 +243,9 @@ class Conversation:
 
 
 def _label(conversation: Conversation, chain: list[Answer]) -> Piece:
-    """Ids of the last answer's text, up to the end of that answer, labelled where one of the chain lies."""
+    """Ids of the last answer's text, up to the end of that answer, labeled where one of the chain lies."""
     text, tokenizer = chain[-1].text, conversation.tokenizer
-    spans: list[tuple[int, int, str]] = []  # beginning, end, and what is learnt there in the place of what follows
+    spans: list[tuple[int, int, str]] = []  # beginning, end, and what is learned there in the place of what follows
     for answer in chain:
         after = conversation.special.match(text, answer.end)
         if after and (after[1] == answer.stop or (not answer.stop and not conversation.is_answered(answer.turn))):

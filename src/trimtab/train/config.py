@@ -7,7 +7,6 @@ on the model or on the number of ranks, filled in by `TrainConfig.resolved` and 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class TrainConfig:
         shown="NAME|PATH", fixed=True,
     )  # fmt: skip
     dtype: str = option(
-        "model", "what the model computes in; master weights are float32 (default float32)", default="float32",
+        "model", "dtype that the model computes in; master weights are float32 (default float32)", default="float32",
         choices=("float32", "bfloat16"), fixed=True,
     )  # fmt: skip
     attn: str | None = option("model", "attention, as transformers names it: eager, sdpa …", shown="NAME", fixed=True)
@@ -67,7 +66,7 @@ class TrainConfig:
         choices=("truncate", "drop"), fixed=True,
     )  # fmt: skip
     data_report: bool = option(
-        "data", "tell what the data holds and what of it is learnt, and end", default=False, per_run=True
+        "data", "tell what the data holds and what of it is learned, and end", default=False, per_run=True
     )
     accept_new_data: bool = option(
         "data", "with --resume: go on though the data has changed", default=False, per_run=True
@@ -103,7 +102,7 @@ class TrainConfig:
         "steps", "of a preset's weights and the order of the data (default 0)", default=0, least=0, fixed=True
     )
     eval_data: tuple[str, ...] = option(
-        "evaluation", "files and folders that are not learnt, whose loss is measured", default=(), shown="FILE|DIR"
+        "evaluation", "files and folders that are not learned, whose loss is measured", default=(), shown="FILE|DIR"
     )
     eval_split: float | None = option(
         "evaluation", "a share of --data that is held out for that, as in 0.05", shown="X", fixed=True
@@ -214,18 +213,9 @@ class TrainConfig:
             warmup=min(steps // 10, 100) if self.warmup is None else self.warmup,
         )
 
-    def to_json(self) -> str:
-        """One line that `from_json` reads back."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> TrainConfig:
-        """Read what `to_json` wrote."""
-        return cls.of(json.loads(text))
-
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> TrainConfig:
-        """The configuration of options by name, as JSON or argparse have them: with lists for tuples."""
+        """The configuration of options by name, as JSON and argparse have them: with lists for tuples."""
         options: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
         return cls(**options)
 
@@ -246,7 +236,7 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """How `world` ranks are laid out, innermost last: replicate x fsdp x tp for dense weights, and
+    """The layout of `world` ranks, innermost last: replicate x fsdp x tp for dense weights, and
     replicate x (fsdp * tp / ep) x ep for experts. The tp ranks of one group read the same data."""
 
     world: int

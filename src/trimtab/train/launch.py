@@ -34,12 +34,9 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
     Raises TrimtabError for what a user can put right and for a rank that failed, Interrupted for a signal; all
     ranks are gone by then. With `data_report` or `dry_run` no rank is started, and nothing is written.
     """
-    size = group_size()
-    if size is not None and nproc is not None:
-        raise ConfigError("--nproc starts ranks itself; leave it out under torchrun, which has started them")
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: must be at least 1")
-    asked = config.data_report or config.dry_run
+    size, asked = group_size(nproc), config.data_report or config.dry_run
     if size is not None and not asked:
         _run_rank(config)
         return
@@ -97,8 +94,8 @@ def _launch_ranks(plan: Plan, nproc: int) -> None:
             logs_specs=_log_places(plan.out, Path(scratch)),
         )
         try:
-            program = *module_arguments("trimtab.train.launch"), plan.asked.to_json(), str(os.getpid())
-            elastic_launch(elastic, sys.executable)(*program)
+            given = json.dumps(dataclasses.asdict(plan.asked)), str(os.getpid())
+            elastic_launch(elastic, sys.executable)(*module_arguments("trimtab.train.launch"), *given)
         except ChildFailedError as error:
             hint = advice(plan.out, nproc)
             raise TrimtabError(_root_cause(error.failures, plan.out) + (f"; {hint}" if hint else "")) from error
@@ -197,4 +194,4 @@ def _fail(error: Exception, config: TrainConfig, *, launched: bool) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _run_rank(TrainConfig.from_json(sys.argv[1]), int(sys.argv[2]))
+    _run_rank(TrainConfig.of(json.loads(sys.argv[1])), int(sys.argv[2]))

@@ -136,7 +136,7 @@ def _check_adapters(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
     _lora_config(model, config)
 
 
-def load_model(path: str, config: TrainConfig, mesh: Mesh) -> Any:
+def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
     """Load a checkpoint folder onto this rank's place in the mesh, with trimtab's experts and exchange.
 
     Every rank must call. Raises ConfigError for a checkpoint that lacks weights, or whose weights are not finite.

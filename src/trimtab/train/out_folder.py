@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TextIO
 
 from trimtab import __version__
-from trimtab.checkpoint.folder import clear, unfinished_checkpoints, whole_checkpoints
+from trimtab.checkpoint.folder import UNFINISHED, clear, unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import ConfigError
 from trimtab.train.dataset import Blocks
 from trimtab.train.packing import prepare_data
 from trimtab.train.plan import DATA, EVAL_DATA, INIT, Plan, check_kept
 from trimtab.train.presets import IDENTITY, PRESETS, identity, write_preset
-from trimtab.train.report import CHECKPOINTS, LOGS, METRICS, RUN, UNFINISHED
+from trimtab.train.report import CHECKPOINTS, LOGS, METRICS, RUN
 from trimtab.train.resume import describe_data, remove_results
 from trimtab.train.sources import Group
 from trimtab.train.weights import write_plain

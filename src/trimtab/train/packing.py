@@ -50,14 +50,14 @@ class Encoder:
             yield [self.eos]
 
     def pieces(self, record: Record) -> Iterator[Piece]:
-        """Encode a conversation, or a prompt with its completion, labelled where the model is to learn."""
+        """Encode a conversation, or a prompt with its completion, labeled where the model is to learn."""
         if record.messages is not None:
             yield from encode_chat(self.tokenizer, record.messages, record.place, record.tools)
             return
         ids = [*self.opening, *self._ids("".join([record.prompt or "", *record.text])), self.eos]
         before = self.opening + self._ids(record.prompt or "")
         start = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))))
-        yield ids, [IGNORED] * start + ids[start:]  # a token across the border is learnt
+        yield ids, [IGNORED] * start + ids[start:]  # a token across the border is learned
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -137,7 +137,7 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Packer:
-    """How records become blocks.
+    """Turns records into blocks.
 
     Attributes:
         tokenizer: a Hugging Face tokenizer with an EOS token.
@@ -192,14 +192,14 @@ class Packer:
             whole = np.array(piece, np.int32)
             whole[1, 0] = IGNORED  # nothing comes before it
             document = whole[:, : self.seq_len]
-            learnt, cut = int((document[1] != IGNORED).sum()), whole.shape[1] > self.seq_len
+            learned, cut = int((document[1] != IGNORED).sum()), whole.shape[1] > self.seq_len
             if cut and self.too_long == "drop":
                 tally.left_out[f"longer than {self.seq_len} tokens"] += 1
-            elif not learnt:
+            elif not learned:
                 tally.left_out[f"without a token to learn among its first {self.seq_len}"] += 1
             else:
                 report.samples.setdefault(record.kind, (record.place, piece))
-                tally.add(whole.shape[1], learnt)
+                tally.add(whole.shape[1], learned)
                 tally.truncated += cut
                 writer.document(document)
 

@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def packer(self) -> Packer:
-        """How records become blocks."""
+        """The packer of the run's records into blocks."""
         from trimtab.train.models import keeps_documents_apart
         from trimtab.train.packing import Packer
 
@@ -164,7 +164,7 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
 
 def _check_options(config: TrainConfig, world: int) -> tuple[list[Group], list[Group]]:
     """Check ranks, model folder, output folder and that there is data, without torch. Returns what data there is."""
-    Mesh.of(config, world=world)
+    mesh = Mesh.of(config, world=world)
     if config.epochs is not None and config.max_steps is not None:
         raise ConfigError("--epochs and --max-steps: give one of them")
     full = config.resolved()
@@ -180,7 +180,7 @@ def _check_options(config: TrainConfig, world: int) -> tuple[list[Group], list[G
     check_kept(config)
     groups = find_groups(config.data)
     if config.resume is not None:
-        check_resume(config, world, groups)
+        check_resume(config, mesh.data_size, groups)
     return groups, find_groups(config.eval_data) if config.eval_data else []
 
 

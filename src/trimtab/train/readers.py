@@ -190,7 +190,7 @@ def _record(row: Any, path: Path, place: str) -> Record:
 
 
 def _answered(row: dict[str, Any], path: Path, place: str) -> Record:
-    """A prompt and its completion: two strings, or two lists of messages of which the second is learnt."""
+    """A prompt and its completion: two strings, or two lists of messages of which the second is learned."""
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str):
         text = [_string(completion, place, "completion")]

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 METRICS, HEATMAP, FINAL, MERGED, LOGS = "metrics.jsonl", "load.png", "final", "merged", "logs"
 CHECKPOINTS = "checkpoints"
-UNFINISHED = ".unfinished"
-"""Ends the name of a folder that is being written."""
 RUN = "run.json"
 """Marks an output folder as ours: the options of the run that wrote it."""
 MOST_UNREAD = 4
@@ -92,23 +90,23 @@ class Tally:
     """Counts of the records of one kind in one file, or in all plain text files."""
 
     tokens: int = 0
-    learnt: int = 0
+    learned: int = 0
     truncated: int = 0
     lengths: array[int] = field(default_factory=lambda: array("I"))
     left_out: Counter[str] = field(default_factory=Counter)
 
-    def add(self, length: int, learnt: int) -> None:
-        """Count a record of so many tokens, of which so many are learnt; an empty one is left out."""
+    def add(self, length: int, learned: int) -> None:
+        """Count a record of so many tokens, of which so many are learned; an empty one is left out."""
         if not length:
             self.left_out["empty"] += 1
             return
         self.lengths.append(length)
         self.tokens += length
-        self.learnt += learnt
+        self.learned += learned
 
 
 class DataReport:
-    """What a group of files held: `tallies` by file and kind, a sample of each kind, `blocks`, and what is unread."""
+    """Contents of a group of files: `tallies` by file and kind, a sample of each kind, `blocks`, and what is unread."""
 
     def __init__(self, unread: Iterable[str]) -> None:
         self.tallies: dict[tuple[str, str], Tally] = {}
@@ -138,13 +136,13 @@ class DataReport:
         for (_, kind), tally in self.tallies.items():
             found[kind] += len(tally.lengths)
             left_out += tally.left_out
-        tokens, learnt, cut = (
-            sum(getattr(each, name) for each in self.tallies.values()) for name in ("tokens", "learnt", "truncated")
+        tokens, learned, cut = (
+            sum(getattr(each, name) for each in self.tallies.values()) for name in ("tokens", "learned", "truncated")
         )
         records = " and ".join(f"{n:,} {kind}(s)" for kind, n in found.items() if n) or "nothing"
         more = f" and {len(self.unread) - MOST_UNREAD} more" if len(self.unread) > MOST_UNREAD else ""
         parts = {
-            f"{records}, {tokens:,} tokens, {learnt:,} of them learnt, in {self.blocks:,} block(s)": True,
+            f"{records}, {tokens:,} tokens, {learned:,} of them learned, in {self.blocks:,} block(s)": True,
             f"cut to a block: {cut:,}": cut,
             f"left out: {_listed(left_out)}": left_out,
             f"not read: {', '.join(self.unread[:MOST_UNREAD])}{more}": self.unread,
@@ -152,10 +150,10 @@ class DataReport:
         return "; ".join(part for part, there in parts.items() if there)
 
     def details(self, tokenizer: Any) -> Iterator[str]:
-        """Lines by file and kind, with the percentiles of lengths; and a sample of each kind, what is learnt in ⟦ ⟧."""
+        """Lines by file and kind, with percentiles of lengths; and a sample of each kind, what is learned in ⟦ ⟧."""
         for (where, kind), tally in self.tallies.items():
             sizes = sorted(tally.lengths)
-            yield f"{where}: {len(sizes):,} {kind}(s), {tally.tokens:,} tokens, {tally.learnt:,} of them learnt"
+            yield f"{where}: {len(sizes):,} {kind}(s), {tally.tokens:,} tokens, {tally.learned:,} of them learned"
             if sizes:
                 marks = [f"{sizes[(len(sizes) - 1) * p // 100]:,} ({p} %)" for p in PERCENTILES]
                 yield f"  tokens in one: {', '.join(marks)}"
@@ -165,11 +163,11 @@ class DataReport:
                 yield f"  left out: {_listed(tally.left_out)}"
         yield from (f"not read: {word}" for word in self.unread)
         for kind, (place, (ids, labels)) in self.samples.items():
-            yield f"a {kind}, {place}, what is learnt in ⟦ ⟧:"
+            yield f"a {kind}, {place}, what is learned in ⟦ ⟧:"
             shown = ""
-            for learnt, run in itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] >= 0):
+            for learned, run in itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] >= 0):
                 text = tokenizer.decode([token for token, _ in run])
-                shown += f"⟦{text}⟧" if learnt else text
+                shown += f"⟦{text}⟧" if learned else text
             yield shown
 
 

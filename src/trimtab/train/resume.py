@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.errors import ConfigError, InputError
-from trimtab.train.config import FIXED, OPTIONS, Mesh, TrainConfig, flag_of
+from trimtab.train.config import FIXED, OPTIONS, TrainConfig, flag_of
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import CHECKPOINTS, FINAL, HEATMAP, MERGED, METRICS, UNFINISHED, best_step, resume_command
+from trimtab.train.report import CHECKPOINTS, FINAL, HEATMAP, MERGED, METRICS, best_step, resume_command
 from trimtab.train.sources import Group
 
 if TYPE_CHECKING:
@@ -67,11 +67,13 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
     return TrainConfig.of({**saved, "out": str(folder.parent.parent), **given, "resume": str(folder)})
 
 
-def check_resume(config: TrainConfig, world: int, groups: Sequence[Group]) -> None:
-    """Hold the run against its checkpoint: data, ranks, steps and metrics. Raises ConfigError or InputError."""
+def check_resume(config: TrainConfig, ranks: int, groups: Sequence[Group]) -> None:
+    """Hold the run against its checkpoint: data, ranks that read different data, steps and metrics.
+
+    Raises ConfigError or InputError.
+    """
     folder = Path(config.resume or "")
     run, step = _run_of(folder), on_disk.step_of(folder)
-    ranks = Mesh.of(config, world=world).data_size
     if ranks != run["data_ranks"]:
         raise ConfigError(
             f"--resume {folder}: {run['data_ranks']} rank(s) read different data then, {ranks} would now, and batches "
@@ -107,12 +109,12 @@ def describe_weights(model: str) -> str:
     return hashlib.sha256("\n".join(sizes or [model]).encode()).hexdigest()
 
 
-def describe_run(config: TrainConfig, mesh: Mesh, groups: Sequence[Group]) -> dict[str, Any]:
+def describe_run(config: TrainConfig, ranks: int, groups: Sequence[Group]) -> dict[str, Any]:
     """The part of a checkpoint that `resumed` and `check_resume` read, JSON."""
     fields = config.made_of()
     fields["data"] = [str(Path(path).resolve()) for path in config.data]
     fields["model"] = _absolute("model", config.model)
-    made = {"config": fields, "data_ranks": mesh.data_size, "data": describe_data(groups)}
+    made = {"config": fields, "data_ranks": ranks, "data": describe_data(groups)}
     return made | {"weights": describe_weights(config.model)} if config.lora else made
 
 
@@ -147,7 +149,7 @@ def rewind(folder: Path, step: int, out: Path) -> None:
 
     Checkpoints of another run go too. The plan of a run refuses before where nobody asked for that.
     """
-    fresh = out / f"{METRICS}{UNFINISHED}"
+    fresh = out / f"{METRICS}{on_disk.UNFINISHED}"
     fresh.write_text("".join(read_metrics_until(folder, step)), encoding="utf-8")
     on_disk.sync(fresh)
     for later in reversed(on_disk.whole_checkpoints(out / CHECKPOINTS)):
@@ -165,11 +167,11 @@ def remove_results(out: Path) -> None:
     (out / HEATMAP).unlink(missing_ok=True)
     for name in (FINAL, MERGED):
         on_disk.clear(out / name)
-        on_disk.clear(out / f"{name}{UNFINISHED}")
+        on_disk.clear(out / f"{name}{on_disk.UNFINISHED}")
 
 
 def advice(out: Path, nproc: int | None) -> str | None:
-    """How to go on with the run that writes to `out`; None if it is finished or has no whole checkpoint."""
+    """Words on going on with the run that writes to `out`; None if it is finished or has no whole checkpoint."""
     held = on_disk.latest(out / CHECKPOINTS)
     if held is None or (out / FINAL).exists():
         return None

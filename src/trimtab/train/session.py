@@ -13,19 +13,17 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from trimtab.checkpoint.folder import UNFINISHED
 from trimtab.convert.safetensors_files import writing
 from trimtab.integrations.transformers.summary import summary
 from trimtab.processes import leave_group
 from trimtab.routing.load_picture import draw_loads
-from trimtab.train.dataset import RankBlocks
-from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
-from trimtab.train.models import load_model, mask_by_positions, num_experts, with_adapters, write_adapter
+from trimtab.train.models import load_model, mask_by_positions, with_adapters, write_adapter
 from trimtab.train.out_folder import make_room
 from trimtab.train.plan import Plan
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, UNFINISHED, closing_words, stopping_words
-from trimtab.train.resume import Checkpoints, describe_run
+from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, closing_words, stopping_words
 from trimtab.train.weights import open_source, write_merged, write_model
 
 LONGEST = timedelta(hours=2)
@@ -87,27 +85,17 @@ def _barrier() -> None:
 
 
 def _build(plan: Plan, rank: int) -> MoETrainer:
-    config, mesh = plan.config, plan.mesh
+    config = plan.config
     if rank == 0:
         transformers_logging.enable_progress_bar()
-    model = load_model(str(plan.checkpoint), config, mesh)
+    model = load_model(plan.checkpoint, config, plan.mesh)
     transformers_logging.disable_progress_bar()
     mask_by_positions(model)
-    checkpoints = Checkpoints(config, describe_run(config, mesh, plan.groups), plan.checkpoint)
-    counter = LoadCounter(model, num_experts(plan.skeleton), next(model.parameters()).device)
     if config.lora:
         model = with_adapters(model, config)
     if rank == 0:
         print(summary(model), flush=True)
-    blocks = RankBlocks(
-        plan.blocks(),
-        batch=config.batch_size,
-        rank=mesh.data_rank(rank),
-        size=mesh.data_size,
-        seed=config.seed,
-        skip=checkpoints.start * config.grad_accum * config.batch_size,
-    )
-    return MoETrainer(model, config, mesh, blocks, counter, plan.out / METRICS, checkpoints, plan.eval_blocks())
+    return MoETrainer(plan, model, rank)
 
 
 def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
@@ -123,9 +111,9 @@ def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
 
 def _save(model: Any, plan: Plan, rank: int) -> None:
     """Write `final/`: the checkpoint that the run began with, its weights trained; or the adapters, and before them
-    `merged/`, where that is asked for."""
-    config, skeleton, final = plan.config, plan.skeleton, plan.out / FINAL
-    unfinished, first = plan.out / f"{FINAL}{UNFINISHED}", rank == 0
+    `merged/`, where that is asked for. Every rank must call."""
+    config, skeleton, first = plan.config, plan.skeleton, rank == 0
+    unfinished, half = (plan.out / f"{name}{UNFINISHED}" for name in (FINAL, MERGED))
     with writing(unfinished):
         if config.lora is None:
             source = open_source(plan.checkpoint, skeleton, config.drop)
@@ -135,10 +123,9 @@ def _save(model: Any, plan: Plan, rank: int) -> None:
         elif first:
             write_adapter(model, unfinished, base=str(plan.checkpoint.resolve()), dtype=config.save_dtype)
             if config.merge:
-                half = plan.out / f"{MERGED}{UNFINISHED}"
                 source = open_source(plan.checkpoint, skeleton, config.drop)
                 print(write_merged(unfinished, skeleton, source, half, dtype=config.save_dtype), flush=True)
                 half.rename(plan.out / MERGED)
         if first:
-            unfinished.rename(final)
+            unfinished.rename(plan.out / FINAL)
     _barrier()

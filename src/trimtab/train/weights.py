@@ -85,11 +85,11 @@ def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, 
     """
     inner = unwrapped(model)
     saved = _as_saved(_Live(inner), inner, source, dtype)
-    if not write:  # gathers with the others
+    if write:
+        _write_all(saved, source, folder, dtype)
+    else:  # gathers with the others
         for name in saved.infos:
             saved.read([name])
-        return
-    _write_all(saved, source, folder, dtype)
 
 
 def write_merged(adapter: Path, model: Any, source: Source, folder: Path, *, dtype: str | None) -> str:
@@ -138,7 +138,7 @@ def copy_files(files: Iterable[Path], folder: Path, dtype: str | None) -> None:
 
 
 def quantization(folder: Path) -> dict[str, Any]:
-    """How a checkpoint's weights are quantized by its configuration; empty if they are not. Raises ConfigError."""
+    """A checkpoint's `quantization_config`; empty if there is none. Raises ConfigError for one that is not known."""
     try:
         fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -152,15 +152,17 @@ def quantization(folder: Path) -> dict[str, Any]:
 def plain(store: TensorStore, quantized: Mapping[str, Any]) -> TensorStore:
     """The tensors of a checkpoint with those of FP8 and MXFP4 as bfloat16, under the names of plain ones.
 
-    Raises ConfigError if codes lack their scales.
+    Raises ConfigError if codes lack their scales, or are of another dtype.
     """
     if not quantized:
         return store
     scales = {name: own for name, info in store.infos.items() if (own := _scales(name, info))}
     if bare := [name for name, own in scales.items() if own not in store.infos]:
         raise ConfigError(f"codes without scales in {_kinds(bare)}, {bare[0]} for one: fetch all files again")
-    block = quantized.get("weight_block_size")
-    names = [name for name in store.infos if name not in scales.values()]
+    if odd := [name for name in store.infos if f"{name}_scale_inv" in store.infos and name not in scales]:
+        raise ConfigError(f"{odd[0]} has scales, but is {store.infos[odd[0]]} and not float8_e4m3fn")
+    block, of_codes = quantized.get("weight_block_size"), set(scales.values())
+    names = [name for name in store.infos if name not in of_codes]
     return Mapped(store, [_decode(name, scales[name], block) if name in scales else kept(name) for name in names])
 
 
@@ -252,6 +254,6 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """What some tensors are of, by the first two parts of their names."""
+    """The first two parts of the names of some tensors, each once."""
     heads = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
     return ", ".join(heads[:4]) + (" …" if len(heads) > 4 else "")

@@ -25,8 +25,9 @@ from trimtab.verify.topologies import (
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LEVELS = {"quick": ("float32",), "default": ("float32", "bfloat16"), "full": tuple(DTYPES), "proof": ("float64",)}
-"""Dtypes of each level. "default" runs the quick topologies in float64 besides, and others with replicated experts as
-"proof"; "full" runs so those with replicated experts that are no default ones."""
+"""Dtypes of each level. "default" runs the quick topologies in float64 besides, and others with replicated or
+frozen experts, `main_grad` or delayed gradients as "proof"; "full" runs so those with replicated experts that are no
+default ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,4 +87,9 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
 def _dtypes(level: str, topology: Topology) -> tuple[str, ...]:
     if level != "default":
         return LEVELS[level]
-    return LEVELS["full" if topology.name in QUICK else "proof" if topology.replicas != "none" else level]
+    return LEVELS["full" if topology.name in QUICK else "proof" if _narrow(topology) else level]
+
+
+def _narrow(topology: Topology) -> bool:
+    """True where nothing depends on the dtype that other rows do not show in each."""
+    return (topology.replicas, topology.sink, topology.later, topology.frozen) != ("none",) * 4

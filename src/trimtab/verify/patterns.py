@@ -25,6 +25,8 @@ Choose = Callable[[Topology, int, int, torch.Generator], Tensor]
 
 DIM, HIDDEN = 24, 8
 """D at least (the first E columns carry the router's logits) and F."""
+BLOCK = 64
+"""Inputs that share a scale of NF4: D and each rank's share of F are multiples."""
 GARBAGE = 8192.0
 """What masked tokens hold."""
 
@@ -102,7 +104,7 @@ class Pattern:
     """One way for tokens to fall: `batch` sequences of `length` positions, and the experts that `choose` gives them.
 
     spoil: "nan" or "id", a bad value that the layer must refuse. odd: D is odd, so that no row but every eighth begins
-    at a multiple of 16 bytes.
+    at a multiple of 16 bytes; for NF4 it is another width.
     """
 
     name: str
@@ -175,9 +177,11 @@ def make_problem(topology: Topology, pattern: Pattern, dtype: torch.dtype, seed:
         top_k=pattern.top_k(e),
         layers=pattern.layers,
         dtype=dtype,
-        dim=max(DIM, e + 8) + pattern.odd,
-        hidden=HIDDEN,
+        dim=BLOCK * (1 + pattern.odd) if topology.codes == "nf4" else max(DIM, e + 8) + pattern.odd,
+        hidden=BLOCK * topology.etp if topology.codes == "nf4" else HIDDEN,
         adapter=topology.adapter,
+        codes=topology.codes,
+        frozen=topology.frozen,
     )
     batches = tuple(_make_batch(topology, pattern, sizes, d, g) for d in range(topology.dp))
     return Problem(sizes=sizes, batches=batches, raises=bool(pattern.spoil), cp=topology.cp)

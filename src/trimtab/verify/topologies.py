@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trimtab.dispatch.transports import TRANSPORTS
 
@@ -20,6 +20,7 @@ QUICK = (
     "1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-ddp", "2r-ep2-sharedmemory", "2r-ep2-tp2-sharded",
     "3r-ep3-tp3-replicated-fsdp", "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp", "4r-ep4-tp2-sharded-ddp",
     "2r-ep2-cp2", "2r-ep2-lora", "2r-etp2-local-sharedlora", "2r-ep2-replicas", "4r-ep2-fsdp-replicas-recomputed",
+    "2r-ep2-fsdp-nf4-lora", "2r-ep2-ddp-maingrad-delayed", "2r-ep2-ordered-nf4-sharedlora-replicas-reentrant",
 )  # fmt: skip
 """Up to 4 ranks, each axis of the default rows at least once, but for etp."""
 DEFAULT = (
@@ -41,6 +42,13 @@ DEFAULT = (
     "2r-ep2-sharedmemory-lora-replicas-recomputed", "2r-ep2-autoreplicas", "3r-ep3-allgather-replicas",
     "4r-ep4-sharedmemory-ordered-replicas", "4r-ep2-fsdp-replicas-recomputed", "4r-ep2-hsdp-sharedlora-replicas",
     "4r-ep2-etp2-replicas", "4r-ep4-tp2-replicated-autoreplicas", "6r-ep3-cp2-fsdp-replicas", "8r-ep8-replicas",
+    "1r-local-nf4", "1r-local-nf4-lora", "2r-ep2-nf4-sharedlora", "2r-etp2-local-int8-lora", "2r-ep2-fsdp-nf4-lora",
+    "2r-ep2-ordered-nf4-sharedlora-replicas-reentrant", "4r-ep2-ddp-nf4-sharedlora",
+    "4r-ep2-etp2-tp2-sharded-fsdp-nf4-twolora-replicas", "2r-ep2-frozen", "2r-ep2-fsdp-replicas-recomputed-downalone",
+    "1r-local-maingrad-delayed", "2r-ep2-maingrad", "2r-etp2-local-maingrad", "2r-ep2-ddp-maingrad-delayed",
+    "2r-ep2-int8-replicas", "4r-ep2-etp2-ddp-maingrad", "2r-ep2-sharedmemory-replicas-rerouted-maingrad",
+    "1r-local-lora-delayed", "2r-ep2-nf4-delayed", "2r-ep2-ddp-nf4-lora-maingrad-delayed",
+    "2r-ep2-fsdp-sharedlora-delayed", "2r-fsdp-local-delayed", "2r-ep2-delayed", "4r-ep2-etp2-fsdp-delayed",
 )  # fmt: skip
 """1 to 8 ranks, each way of keeping parameters and of holding tokens; *: each transport but all-to-all."""
 
@@ -55,11 +63,15 @@ class Topology:
     data: how the parameters are kept over data-parallel ranks; "none" reduces gradients by hand.
     tokens: "own" (tp = 1), "replicated" (each rank of a tp group is given all positions) or "sharded" (its own).
     transport: "local" where ep = 1, else a name in `TRANSPORTS`. combine: as in `Dispatcher`.
+    codes: what the experts' weights are quantized to; "none" where they are weights.
     adapter: "lora", each expert has its own; "sharedlora", all have one; "twolora", two, of which one is active;
         "mergedlora", one that was merged before the first step.
+    frozen: "frozen", experts have no gradients; "downalone", their second weight alone has one.
+    sink: "maingrad", weight gradients are added to `main_grad`. later: "delayed", they wait for `backward_dw()`.
     replicas: "replicas", hot experts are copied until no rank of a group computes a slot more than the mean;
         "autoreplicas", where a replica takes two slots off the busiest rank.
-    rerun: "recomputed", each layer is run again in the backward.
+    rerun: "recomputed", each layer is run again in the backward; "reentrant", by the reentrant checkpoint; "rerouted",
+        by one that has its router decide again; "compiled", each layer is compiled.
     """
 
     ranks: int
@@ -71,9 +83,13 @@ class Topology:
     tokens: Literal["own", "replicated", "sharded"] = "own"
     transport: str = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
+    codes: Literal["none", "nf4", "int8"] = "none"
     adapter: Literal["none", "lora", "sharedlora", "twolora", "mergedlora"] = "none"
     replicas: Literal["none", "replicas", "autoreplicas"] = "none"
-    rerun: Literal["none", "recomputed"] = "none"
+    rerun: Literal["none", "recomputed", "reentrant", "rerouted", "compiled"] = "none"
+    frozen: Literal["none", "frozen", "downalone"] = "none"
+    sink: Literal["none", "maingrad"] = "none"
+    later: Literal["none", "delayed"] = "none"
 
     @property
     def dp(self) -> int:
@@ -95,32 +111,26 @@ class Topology:
         """Short and unique: what `--only` matches, and `topology_named` reads."""
         sizes = [f"{name}{getattr(self, name)}" for name in ("ep", "etp", "cp", "tp") if getattr(self, name) > 1]
         words = [self.tokens, self.data, self.transport.replace("_", ""), self.combine]
-        words += [self.adapter, self.replicas, self.rerun]
+        words += [self.codes, self.adapter, self.replicas, self.rerun, self.frozen, self.sink, self.later]
         plain = ("own", "none", "alltoall", "sum")
         return "-".join([f"{self.ranks}r", *sizes, *(word for word in words if word not in plain)])
+
+
+_WORDS = {name: get_args(kind) for name, kind in get_type_hints(Topology).items() if get_origin(kind) is Literal}
+"""Of each axis but sizes and the transport. "none" is of several, and stands in no name."""
 
 
 def topology_named(name: str) -> Topology:
     """The topology of that name."""
     first, *words = name.split("-")
     given: dict[str, Any] = {"ranks": int(first.removesuffix("r"))}
-    values = {"fsdp": "data", "hsdp": "data", "ddp": "data", "replicated": "tokens", "sharded": "tokens"}
     transports = {transport.replace("_", ""): transport for transport in TRANSPORTS}
     for word in words:
         if size := re.fullmatch(r"(ep|etp|cp|tp)(\d+)", word):
             given[size[1]] = int(size[2])
-        elif word == "ordered":
-            given["combine"] = word
-        elif word.endswith("lora"):
-            given["adapter"] = word
-        elif word.endswith("replicas"):
-            given["replicas"] = word
-        elif word == "recomputed":
-            given["rerun"] = word
-        elif word in values:
-            given[values[word]] = word
         else:
-            given["transport"] = transports.get(word, word)
+            axis = next((axis for axis, known in _WORDS.items() if word in known), "transport")
+            given[axis] = transports.get(word, word)
     return Topology(**given)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.errors import InputError
 from trimtab.experts.lora_model import add_adapter, merge_adapter
 from trimtab.moe import MoE, MoEConfig
-from trimtab.parallel.ddp import ddp
+from trimtab.parallel.ddp import ddp, reduce_main_grads
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.routing.config import RouterConfig
@@ -38,6 +38,16 @@ REPLICATED: dict[str, dict[str, Any]] = {
     "autoreplicas": {"replicate_experts": "auto", "copy_cost": 2},
 }  # fmt: skip
 """Options of `ExpertParallel`, by the topology's word."""
+
+
+AGAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    "none": lambda layer, h: layer(h),
+    "recomputed": partial(checkpoint, use_reentrant=False, context_fn=replay_in_recompute),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "rerouted": partial(checkpoint, use_reentrant=False),
+    "compiled": lambda layer, h: layer(h),
+}
+"""How a layer is called, by the topology's word."""
 
 
 class Impl:
@@ -69,10 +79,12 @@ class Stack(nn.Module):
                 sequence_aux_loss=BALANCE if t.cp > 1 else 0.0,
             ),
             combine=t.combine,
+            main_grad="accumulate" if t.sink == "maingrad" else "off",
+            delay_wgrad=t.later == "delayed",
             dtype=sizes.dtype,
             device=device,
         )
-        self.recomputed = t.rerun == "recomputed"
+        self.rerun = t.rerun
         self.moes: list[MoE] = [config.build(layer=f"layers.{i}") for i in range(sizes.layers)]
         self.layers = nn.ModuleList(self.moes)
 
@@ -80,14 +92,15 @@ class Stack(nn.Module):
         y, loads, losses = h, [], []
         for i, moe in enumerate(self.moes):
             h = h + y if i else h
-            layer = partial(moe, token_mask=mask, ids=ids)
-            y, found, load, _ = self._again(layer, h) if self.recomputed else layer(h)
-            loads.append(load)
-            losses += found.values()
-        return y, loads, losses
 
-    def _again(self, layer: Callable[..., Any], h: Tensor) -> Any:
-        return checkpoint(layer, h, use_reentrant=False, context_fn=replay_in_recompute)
+            def layer(h: Tensor, moe: MoE = moe) -> tuple[Tensor, ...]:
+                y, found, load, _ = moe(h, token_mask=mask, ids=ids)
+                return y, load, *found.values()
+
+            y, load, *found = AGAIN[self.rerun](layer, h)
+            loads.append(load)
+            losses += found
+        return y, loads, losses
 
 
 def _one_host_of_cpus() -> bool:
@@ -105,9 +118,14 @@ class Layers:
         with torch.no_grad():
             for moe, w in zip(stack.moes, weights, strict=True):
                 moe.router.weight.copy_(w.router_ED)
+                up, down = w.raw or (w.up_EID, w.down_EDF)
                 gate_up = moe.experts.get_parameter("gate_up")
-                gate_up.copy_(w.up_EID.view_as(gate_up))
-                moe.experts.down.copy_(w.down_EDF)
+                gate_up.copy_(up.view_as(gate_up))
+                moe.experts.down.copy_(down)
+                if t.codes != "none":
+                    moe.experts.quantize_(t.codes)
+                for name, param in moe.experts.named_parameters():
+                    param.requires_grad_(param.requires_grad and name.removeprefix("gate_") in w.trained)
         for adapter in weights[0].adapters:
             add_adapter(
                 stack, adapter.name, rank=RANK, alpha=RANK * adapter.scale, shared=sizes.adapter == "sharedlora"
@@ -133,7 +151,11 @@ class Layers:
             merge_adapter(stack, weights[0].adapters[0].name)
             for moe in stack.moes:
                 moe.experts.requires_grad_(True)
+        for moe in stack.moes if t.rerun == "compiled" else ():
+            moe.compile(backend="aot_eager", dynamic=True)
         self.moes: list[MoE] = stack.moes
+        experts = [p for moe in stack.moes for p in moe.experts.parameters(recurse=False) if p.requires_grad]
+        self.fused = experts if t.sink == "maingrad" else []
         self.model: Any = stack
         if t.data == "fsdp":
             self.model = fully_shard_moe(stack, place.dense["dp"], place.experts["edp"])
@@ -144,11 +166,18 @@ class Layers:
 
     def step(self, share: Share) -> Outcome:
         self.model.zero_grad()
+        for param in self.fused:
+            param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         x = share.x_BlD.clone().requires_grad_()
         y, loads, losses = self.model(x, share.mask_Bl, share.ids_BlK)
         torch.autograd.backward((y, *losses), (share.dy_BlD, *map(torch.ones_like, losses)))
         assert x.grad is not None
-        grads = gradients_of(self.model.named_parameters(), self.place, SHORT)
+        for moe in reversed(self.moes):
+            moe.experts.backward_dw()
+        self._take_main_grads()
+        params = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad or p.grad is not None]
+        grads = gradients_of(params, self.place, SHORT)
         grads = {name: g.flatten(1, 2) if g is not None and g.ndim == 4 else g for name, g in grads.items()}
         loads = [over_all_ranks(load, self.place) for load in loads]
         done = [report for moe in self.moes if (report := moe.dispatcher.replicated) is not None]
@@ -156,3 +185,12 @@ class Layers:
             y=y, dx=x.grad, grads=grads, loads=loads, copied=[report.replicas_P for report in done],
             slots=[report.loads_after_P for report in done],
         )  # fmt: skip
+
+    def _take_main_grads(self) -> None:
+        """`main_grad` where gradients are looked for; what autograd put there besides is no gradient."""
+        if self.fused and self.place.topology.data == "ddp":
+            assert all(param.grad is None for param in self.fused)
+            reduce_main_grads(self.model, self.place.dense["dp"], self.place.experts["edp"])
+        for param in self.fused:
+            assert param.grad_added_to_main_grad  # type: ignore[attr-defined]
+            param.grad = param.main_grad  # type: ignore[attr-defined]

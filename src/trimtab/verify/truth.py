@@ -3,7 +3,8 @@
     logits = h W_r^T    p = softmax(logits)    w = p[ids]
     y = sum over k of  w * expert[ids](h)      h of the next layer = h + y      loss = mean over ranks of sum(y * dy)
 
-With adapters up and down are W + scale b a, and their gradients in place of the weights' are judged.
+With adapters up and down are W + scale b a, and their gradients in place of the weights' are judged. Weights that the
+layer quantizes are the values of their codes, which have no gradients.
 
 Where ranks share sequences the loss has for each layer E / N * sum over tokens of f . p besides, f the fractions of a
 sequence's slots that each expert got. The experts are evaluated densely, all tokens by all experts; a test holds this
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trimtab.experts.quantized import decoded, quantized
 from trimtab.oracle import swiglu
 
 RANK = 3
@@ -40,6 +42,8 @@ class Sizes:
     dim: int
     hidden: int
     adapter: str = "none"
+    codes: str = "none"
+    frozen: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +58,15 @@ class AdapterWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One layer's parameters in float64, gate rows first in `up`."""
+    """One layer's parameters in float64, gate rows first in `up`. trained: those of the experts' with gradients.
+    raw: up and down in the layer's dtype, which it is to quantize where they are codes."""
 
     router_ED: Tensor
     up_EID: Tensor
     down_EDF: Tensor
     adapters: tuple[AdapterWeights, ...] = ()
+    trained: tuple[str, ...] = ("up", "down")
+    raw: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +128,16 @@ def make_weights(sizes: Sizes, seed: int) -> list[LayerWeights]:
         down = torch.randn(e, d, f, generator=g, dtype=torch.float64) / f**0.5
         if layer < sizes.layers - 1:
             down[:, :e] = 0
-        up, down = (t.to(sizes.dtype).double() for t in (up, down))
+        up, down = raw = up.to(sizes.dtype), down.to(sizes.dtype)
+        if sizes.codes != "none":
+            up, down = (decoded(*quantized(t, sizes.codes), sizes.codes, sizes.dtype) for t in raw)
+        up, down = up.double(), down.double()
         adapters = _make_adapters(sizes, down, g)
-        made.append(LayerWeights(router_ED=router, up_EID=up, down_EDF=down, adapters=adapters))
+        frozen = adapters or sizes.codes != "none" or sizes.frozen == "frozen"
+        trained = () if frozen else ("down",) if sizes.frozen == "downalone" else ("up", "down")
+        made.append(
+            LayerWeights(router_ED=router, up_EID=up, down_EDF=down, raw=raw, adapters=adapters, trained=trained)
+        )
     return made
 
 
@@ -185,8 +199,8 @@ def _balance(ranks: Sequence[_Routed], cp: int) -> Tensor:
 
 
 def _judged(w: LayerWeights) -> dict[str, Tensor]:
-    """The parameters that have gradients: beside adapters the experts' weights are frozen."""
-    own = _active(w) if w.adapters else {"up": w.up_EID, "down": w.down_EDF}
+    """The parameters that have gradients: of adapters, or of the experts' weights that are not frozen."""
+    own = _active(w) | {name: {"up": w.up_EID, "down": w.down_EDF}[name] for name in w.trained}
     return {name: t.clone().requires_grad_() for name, t in {"router": w.router_ED, **own}.items()}
 
 

@@ -333,7 +333,7 @@ def test_state_dicts_of_every_form_load_and_extra_states_do_not_matter() -> None
         ({"moe_apply_probs_on_input": True}, "moe_router_topk=1"),
         ({"use_te_activation_func": True}, "activations of TransformerEngine"),
         ({"fp8": "hybrid"}, "8 bits"),
-        ({"moe_ffn_hidden_size": 9}, "18 features do not divide by tp_size=2 for each of gate and up"),
+        ({"moe_ffn_hidden_size": 9}, "9 features do not divide by tp_size=2"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], words: str) -> None:

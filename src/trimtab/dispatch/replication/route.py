@@ -21,21 +21,6 @@ from trimtab.kernels.rows import compact
 from trimtab.kernels.tensor_checks import row_major
 
 
-@dataclass(kw_only=True)
-class ReplicationReport:
-    """What balancing did in one call of a layer, equal on every rank of the group; reading a tensor is a host sync.
-
-    loads_before_P, loads_after_P: [P] int64 slots of each rank's own experts, and slots that it computes.
-    replicas_P: [P] int64 experts of other ranks that it was sent.
-    replica_bytes: of one replica, 0 before the first has been sent.
-    """
-
-    loads_before_P: Tensor
-    loads_after_P: Tensor
-    replicas_P: Tensor
-    replica_bytes: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReplicaRoute(Exchange):
     """Each method is a collective of the group, which every rank calls, with replicas or without. On every rank the
@@ -50,7 +35,7 @@ class ReplicaRoute(Exchange):
     num_home_slots: int
     expert_M: Tensor
     splits: SplitSizes
-    report: ReplicationReport
+    plan: ReplicaPlan
 
     @property
     def number(self) -> int:
@@ -62,7 +47,7 @@ class ReplicaRoute(Exchange):
         """Send this rank's experts, [m, *] of any dtype each, to their replicas: [n, *] of the replicas here, in the
         order of experts, contiguous."""
         rows = [_rows(t) for t in tensors]
-        self.report.replica_bytes = sum(row.shape[1] * row.element_size() for row in rows)
+        self.plan.replica_bytes = sum(row.shape[1] * row.element_size() for row in rows)
         tokens = (self.home,) * self.transport.size
         send = partial(self.transport.dispatch, [row.view(torch.uint8) for row in rows], self.expert_M)
         received = self.move("experts", "forward", self.splits, rows, partial(send, self.splits, tokens))
@@ -74,12 +59,12 @@ class ReplicaRoute(Exchange):
     @not_in_graphs
     def add_home(self, replicas: Sequence[Tensor], into: Sequence[Tensor], then: Sequence[Tensor] = ()) -> None:
         """Add gradients [n, *] of replicas in place into [m, *] of the experts at home, in the order of ranks. Both in
-        the same dtype. then: outlines [0, *] of the rows whose gradients leave next: announced here, with these."""
+        the same dtype. then: outlines [0, *] of the rows whose gradients leave next: compared here, with these."""
         rows, splits, tokens = [_rows(t) for t in replicas], self.splits.reversed(), (self.home,) * self.transport.size
         send = partial(self.transport.combine, rows, splits, tokens)
         received = self.move("experts", "backward", splits, [*rows, *then], send)
-        if then and self.announces(rows[0].device):
-            self.told.add(("dispatch", "backward"))
+        if then and self.agrees_on(rows[0].device):
+            self.agreed.add(("dispatch", "backward"))
         for part, home in zip(received, into, strict=True):
             sizes = list(splits.incoming)
             for experts, grads in zip(self.expert_M.split(sizes), part.split(sizes), strict=True):  # type: ignore[no-untyped-call]
@@ -96,7 +81,7 @@ def _add_rows(home: Tensor, experts_n: Tensor, grads: Tensor) -> None:
 
 
 def experts_to_send(plan: ReplicaPlan, rank: int, home: int, replicas: int) -> Tensor:
-    """Which of a rank's `home` experts are copied, by destination and then by expert: [replicas] int64."""
+    """[replicas] int64: a rank's `home` experts that are replicated, by destination and then by expert."""
     place_Pm = plan.place_EP[rank * home : (rank + 1) * home].T
     expert_Pm = torch.arange(home, device=place_Pm.device).expand(place_Pm.shape)
     return compact(expert_Pm.reshape(-1), (place_Pm >= home).reshape(-1), replicas)

@@ -1,4 +1,4 @@
-"""Which slots move to which rank: every cap that may be, and the rule that takes one.
+"""The rule by which slots move to other ranks: every cap that may be, and which of them is taken.
 
 Ranks stand in one order, heaviest first. From its front come donors, which hold more than the cap, and their surplus
 lies end to end on a line, each one's experts largest first; from its back come receivers, and their room lies end to
@@ -20,15 +20,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-PARTS = 1024
-"""A tolerance is so many parts of the mean, rounded down."""
+from trimtab.dispatch.options import PARTS
+
 POWERS = 9
 """Tolerances that the rule tries: 1/64, 1/32, ... 2, 4; beside the mean itself, and moving nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """What moves under one cap: `slots_n` slots of expert `expert_n` to rank `rank_n`, E + P of them, many empty.
+    """Moves under one cap: `slots_n` slots of expert `expert_n` to rank `rank_n`, E + P of them, many empty.
 
     cap: [] the most slots that a rank computes.
     """

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.autograd import once_differentiable
-from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.options import ExchangeOptions
 from trimtab.dispatch.transport import Transport
-from trimtab.dispatch.transports import TRANSPORTS, check_transport
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_rows import ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts, slot_grads, slot_weights
@@ -35,7 +36,6 @@ _TRANSPORTS: WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = WeakKe
 def transport_over(group: dist.ProcessGroup, name: str) -> Transport | None:
     """One, and so one guard, for all layers over `group`, which it outlives; None for a rank alone. Every rank of the
     group must call."""
-    check_transport(name)
     if dist.get_world_size(group) == 1:
         return None
     made = _TRANSPORTS.setdefault(group, {})
@@ -47,7 +47,7 @@ def transport_over(group: dist.ProcessGroup, name: str) -> Transport | None:
 
 @dataclass(kw_only=True)
 class Call:
-    """What one layer call keeps between its stages. rows: those of this rank. group: those of its expert tensor
+    """State of one layer call between its stages. rows: those of this rank. group: those of its expert tensor
     parallel group, where there is one. plan: how slots lie among Megatron's experts."""
 
     shape: torch.Size
@@ -63,12 +63,8 @@ class TokenDispatcher(MegatronTokenDispatcher):  # type: ignore[misc]
     Args:
         config, pg_collection: Megatron's, of which the groups `ep` and `expt_tp` are used.
         takes_rows: whether the experts take rows, ids and weights, or Megatron's expert rows, counts and probabilities.
-        transport: a name in `trimtab.dispatch.transports.TRANSPORTS`.
-        combine: as in `trimtab.dispatch.dispatcher.Dispatcher`.
+        options: the transport, and how to combine.
         layer: the layer's name, for errors.
-
-    Raises:
-        ConfigError: no such transport or way to combine.
     """
 
     def __init__(
@@ -77,18 +73,17 @@ class TokenDispatcher(MegatronTokenDispatcher):  # type: ignore[misc]
         pg_collection: Any,
         *,
         takes_rows: bool,
-        transport: str,
-        combine: CombineMode,
+        options: ExchangeOptions,
         layer: str = "",
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.takes_rows = takes_rows
         kind = "rows" if takes_rows else "slots"
         self.exchange = Dispatcher(
-            config.num_moe_experts, transport_over(self.ep_group, transport), combine=combine, layer=layer,
-            fingerprint=f"Megatron, {kind}, ffn {config.moe_ffn_hidden_size}, etp {self.tp_size}",
+            config.num_moe_experts, transport_over(self.ep_group, options.transport), combine=options.combine,
+            layer=layer, fingerprint=f"Megatron, {kind}, ffn {config.moe_ffn_hidden_size}, etp {self.tp_size}",
         )  # fmt: skip
-        over = transport_over(self.tp_group, transport)
+        over = transport_over(self.tp_group, options.transport)
         self.group = None if over is None else ExpertTensorGroup(over, self.exchange.layer)
         self._call: Call | None = None
 
@@ -109,7 +104,7 @@ class TokenDispatcher(MegatronTokenDispatcher):  # type: ignore[misc]
 
     @property
     def rows(self) -> Dispatched:
-        """What the experts run on."""
+        """The rows that the experts run on."""
         rows = self.call.group or self.call.rows
         assert rows is not None, "token_dispatch comes first"
         return rows
@@ -146,7 +141,7 @@ class TokenDispatcher(MegatronTokenDispatcher):  # type: ignore[misc]
         return rows_RH, plan.offsets_e.diff().cpu(), probs_R
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """What the experts returned, weighted already -> sums of each row [M, H]."""
+        """Outputs of the experts, weighted already -> sums of each row [M, H]."""
         if self.call.plan is None:
             return hidden_states
         sums_MH: Tensor = ToExperts.apply(hidden_states, self.call.plan, True)  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.dispatcher import CombineMode
+from trimtab.dispatch.options import ExchangeOptions
 from trimtab.dispatch.route import ZeroGradients
 from trimtab.integrations.megatron.dispatcher import TokenDispatcher
 from trimtab.integrations.megatron.protocol import MegatronMoELayer, get_default_pg_collection
@@ -26,7 +26,7 @@ class MoELayer(MegatronMoELayer):  # type: ignore[misc]
 
     Args:
         config, submodules, layer_number, pg_collection, and whatever more there is: Megatron's.
-        transport, combine: as in `TokenDispatcher`.
+        options: as in `TokenDispatcher`.
 
     Raises:
         ConfigError: the configuration asks for what cannot be done here; see `trimtab.integrations.megatron.refused`.
@@ -34,7 +34,7 @@ class MoELayer(MegatronMoELayer):  # type: ignore[misc]
 
     def __init__(
         self, config: Any, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None,
-        *args: Any, transport: str = "alltoall", combine: CombineMode = "sum", **kwargs: Any,
+        *args: Any, options: ExchangeOptions | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         refuse(config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
@@ -45,8 +45,8 @@ class MoELayer(MegatronMoELayer):  # type: ignore[misc]
         finally:
             config.moe_token_dispatcher_type = asked
         self.token_dispatcher = TokenDispatcher(
-            config, groups, takes_rows=getattr(self.experts, "takes_rows", False), transport=transport,
-            combine=combine, layer=kwargs.get("name") or "",
+            config, groups, takes_rows=getattr(self.experts, "takes_rows", False),
+            options=options or ExchangeOptions(), layer=kwargs.get("name") or "",
         )  # fmt: skip
 
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

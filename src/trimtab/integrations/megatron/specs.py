@@ -22,8 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 
-from trimtab.dispatch.dispatcher import CombineMode, check_combine
-from trimtab.dispatch.transports import check_transport
+from trimtab.dispatch.options import CombineMode, ExchangeOptions
 from trimtab.errors import ConfigError
 from trimtab.integrations.megatron.layer import MoELayer
 from trimtab.integrations.megatron.protocol import MegatronMoELayer, ModuleSpec
@@ -54,8 +53,6 @@ def use(
     Raises:
         ConfigError: the spec has no MoE layer, or one of another class than Megatron's own; no such name.
     """
-    check_transport(transport)
-    check_combine(combine)
     if router not in ROUTERS:
         raise ConfigError(f"router={router!r} is not one of {ROUTERS}")
     instead: dict[str, Any] = {"router": Router} if router == "trimtab" else {}
@@ -65,7 +62,7 @@ def use(
         experts = ModuleSpec(module=Experts)
     if experts:
         instead["experts"] = experts
-    options: dict[str, Any] = {"transport": transport, "combine": combine}
+    options = {"options": ExchangeOptions(transport=transport, combine=combine)}
     found: list[Any] = []
 
     def ours(builder: Any) -> Any:

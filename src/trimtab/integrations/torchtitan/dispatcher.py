@@ -5,7 +5,7 @@ Legend: T local tokens, K experts per token, E experts, e local experts, R exper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.dispatch.dispatcher import CombineMode
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.options import ExchangeOptions, Replication
 from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, torchtitan_base, transport_over
 
 if TYPE_CHECKING:
@@ -48,24 +47,23 @@ class TokenDispatcher(Base):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        combine: CombineMode = config.combine
         self.exchange = TokenExchange(
-            config.num_experts, config.top_k, pad_multiple=config.pad_multiple, combine=combine
-        )
+            config.num_experts, config.top_k, pad_multiple=config.pad_multiple,
+            options=ExchangeOptions(combine=config.combine),
+        )  # fmt: skip
         self.ep_mesh: DeviceMesh | None = None
 
-    def replicate_by(self, replication: ReplicationConfig | None) -> None:
-        """Plan replicas of hot experts from the next `wire_meshes` on. Raises ConfigError: there is padding."""
+    def replicate_experts(self, replicate_experts: Replication, copy_cost: int) -> None:
+        """From the next `wire_meshes` on. Raises ConfigError: no such way to, or there is padding."""
         old = self.exchange
-        self.exchange = TokenExchange(
-            old.num_experts, old.top_k, pad_multiple=old.pad_multiple, combine=old.combine_mode, replication=replication
-        )
+        options = replace(old.options, replicate_experts=replicate_experts, copy_cost=copy_cost)
+        self.exchange = TokenExchange(old.num_experts, old.top_k, pad_multiple=old.pad_multiple, options=options)
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
         """Over `ep_mesh` [P] from now on; None: all experts are here. Every rank of the mesh must call."""
-        transport = None if ep_mesh is None else transport_over(ep_mesh)
+        transport = None if ep_mesh is None else transport_over(ep_mesh, self.exchange.options.transport)
         self.ep_mesh = ep_mesh
-        guard = None if transport is None else transport.guard
+        guard = getattr(transport, "guard", None)
         self.exchange.wire(transport, "MoE" if guard is None else f"MoE {guard.layers}")
 
     @_eager  # type: ignore[untyped-decorator]

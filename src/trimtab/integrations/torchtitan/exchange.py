@@ -22,11 +22,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.dispatcher import CombineMode, Dispatcher, check_combine
+from trimtab.dispatch.checks import shape_problems
 from trimtab.dispatch.dispatcher import Dispatched as RowsOfRank
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.facts import Facts
+from trimtab.dispatch.options import ExchangeOptions
 from trimtab.dispatch.transport import Transport
+from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.expert_rows import FromExperts, ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts
@@ -40,8 +42,9 @@ PROTOCOL = {
     "wire_meshes": ("ep_mesh",),
 }
 """Arguments by method, self aside: those of torchtitan 0.3.0 and of its sources of August 2026."""
-TRANSPORT = "_trimtab_transport"
-"""The attribute of a mesh that holds what carries its rows."""
+
+
+DEFAULTS = ExchangeOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,26 +64,24 @@ class TokenExchange:
         top_k: K.
         pad_multiple: each expert's rows begin at a multiple of it; what fills up is zeros, and is counted. One of 1,
             8, 16, 32, 128: what low-precision grouped GEMMs ask for.
-        combine, replication: as in `trimtab.dispatch.dispatcher.Dispatcher`. With replication, rows of replicas follow
-            those of the rank's own experts; `sent.rows.replicas` is where their weights come from.
+        options: how to combine, and whether experts are replicated: rows of replicas follow those of the rank's own
+            experts then, and `sent.rows.replicas` is where their weights come from.
 
-    copied: for replication, as in `Dispatcher.dispatch`.
+    weights: of replicated experts, as `Dispatcher.weights_fact` makes it, for the next dispatch.
 
     Raises:
-        ConfigError: names or sizes that do not fit; replication with padding, which replicas would not have.
+        ConfigError: sizes that do not fit; replicated experts with padding, which replicas would not have.
     """
 
     def __init__(
-        self, num_experts: int, top_k: int, *, pad_multiple: int = 1, combine: CombineMode = "sum",
-        replication: ReplicationConfig | None = None,
-    ) -> None:  # fmt: skip
+        self, num_experts: int, top_k: int, *, pad_multiple: int = 1, options: ExchangeOptions = DEFAULTS
+    ) -> None:
         if pad_multiple not in ALIGNMENTS:
             raise ConfigError(f"pad_multiple={pad_multiple} is not one of {ALIGNMENTS}")
-        check_combine(combine)
-        if replication is not None and pad_multiple > 1:
+        if options.replication is not None and pad_multiple > 1:
             raise ConfigError(f"pad_multiple={pad_multiple}: replicated experts take no padding, so no low precision")
-        self.num_experts, self.top_k = num_experts, top_k
-        self.pad_multiple, self.combine_mode, self.replication, self.copied = pad_multiple, combine, replication, ""
+        self.num_experts, self.top_k, self.pad_multiple, self.options = num_experts, top_k, pad_multiple, options
+        self.weights = ""
         self.wire(None)
 
     def wire(self, transport: Transport | None, layer: str = "") -> None:
@@ -90,8 +91,9 @@ class TokenExchange:
             ConfigError: the experts do not divide over the ranks.
         """
         self.dispatcher = Dispatcher(
-            self.num_experts, transport, combine=self.combine_mode, layer=layer, replication=self.replication
-        )
+            self.num_experts, transport, combine=self.options.combine, layer=layer,
+            replication=self.options.replication,
+        )  # fmt: skip
 
     def dispatch(
         self, x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, counts_E: Tensor | None = None
@@ -102,7 +104,7 @@ class TokenExchange:
             x_TD: floating tokens.
             scores_TK: floating routing scores; weighted with in float32 at least.
             ids_TK: int expert ids; -1 drops a slot.
-            counts_E: part of the protocol, not used: counts are taken from the ids and told to the peers with them.
+            counts_E: part of the protocol, not used: counts are taken from the ids.
 
         Returns:
             rows_RD, counts_e, and what `combine` needs. Rows are grouped by expert, within one by source rank, and
@@ -113,7 +115,9 @@ class TokenExchange:
             InputError, DesyncError, PeerLost, PhaseTimeout: as `Dispatcher.dispatch`.
         """
         self.dispatcher.begin()
-        rows = self.dispatcher.dispatch(x_TD, ids_TK, scores_TK, copied=self.copied)
+        rows = self.dispatcher._dispatch(
+            x_TD, ids_TK, scores_TK, facts=Facts(self.weights), problems=shape_problems(x_TD, ids_TK, scores_TK, None)
+        )
         experts = self.dispatcher.experts_per_rank + (0 if rows.replicas is None else rows.replicas.number)
         plan = plan_experts(rows.ids_MK, experts, alignment=self.pad_multiple, num_slots=rows.num_slots)
         routed_RD: Tensor = ToExperts.apply(rows.x_MD, plan, False)  # type: ignore[no-untyped-call]
@@ -142,14 +146,13 @@ class TokenExchange:
         return self.dispatcher.combine(y_MD.to(x_TD.dtype), sent.rows)
 
 
-def transport_over(ep_mesh: DeviceMesh) -> AllToAll:
+def transport_over(ep_mesh: DeviceMesh, name: str) -> Transport:
     """One, and so one guard, for all layers that are ever given this very mesh: so ranks share alike, whenever each of
     them collects what it no longer uses."""
-    kept = vars(ep_mesh)
-    if TRANSPORT not in kept:
-        kept[TRANSPORT] = AllToAll(ep_mesh.get_group())
-    transport: AllToAll = kept[TRANSPORT]
-    return transport
+    made: dict[str, Transport] = vars(ep_mesh).setdefault("_trimtab_transports", {})
+    if name not in made:
+        made[name] = TRANSPORTS[name](ep_mesh.get_group())
+    return made[name]
 
 
 def torchtitan_base() -> Any:

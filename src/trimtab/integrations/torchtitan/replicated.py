@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.dispatch.replication.plan import COPY_COST, Replication, replication_config
+from trimtab.dispatch.options import COPY_COST, Replication
 from trimtab.errors import ConfigError
-from trimtab.experts.replicated import Replicas, tied, weights_in_words
+from trimtab.experts.replicated import Replicas, tied
 from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher
 from trimtab.parallel.meshes import local_part
 from trimtab.parallel.moe import standing_in
@@ -49,9 +49,9 @@ class RoutedExperts(Base):  # type: ignore[misc]
         super().__init__(config)
         if not isinstance(self.token_dispatcher, TokenDispatcher):
             raise ConfigError(
-                f"balance goes with trimtab's TokenDispatcher, not {type(self.token_dispatcher).__name__}"
+                f"replicate_experts goes with trimtab's TokenDispatcher, not {type(self.token_dispatcher).__name__}"
             )
-        self.token_dispatcher.replicate_by(replication_config(config.replicate_experts, config.copy_cost))
+        self.token_dispatcher.replicate_experts(config.replicate_experts, config.copy_cost)
         experts = type(self.inner_experts)
         self.inner_experts.__class__ = type(f"Replicated{experts.__name__}", (_WithReplicas, experts), {})
 
@@ -61,7 +61,8 @@ class RoutedExperts(Base):  # type: ignore[misc]
         """As torchtitan's. Every rank of the expert group must call."""
         (batch, _, dim), top_k = x_BLD.shape, topk_scores_BLK.shape[-1]
         x_TD = x_BLD.view(-1, dim)
-        self.token_dispatcher.exchange.copied = weights_in_words(self.inner_experts.named_parameters())
+        exchange = self.token_dispatcher.exchange
+        exchange.weights = exchange.dispatcher.weights_fact(self.inner_experts.named_parameters())
         rows_RD, counts_e, sent = self.token_dispatcher.dispatch(
             x_TD, topk_scores_BLK.view(-1, top_k), topk_expert_ids_BLK.view(-1, top_k), num_local_tokens_per_expert_E
         )

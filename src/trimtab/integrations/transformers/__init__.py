@@ -13,7 +13,7 @@ from trimtab.errors import ConfigError
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trimtab.dispatch.dispatcher import CombineMode
+    from trimtab.dispatch.options import CombineMode
     from trimtab.integrations.transformers.lora.config import lora_config as lora_config
     from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig as QuantizedExpertsConfig
     from trimtab.integrations.transformers.quantized.quantizer import dequantize_experts as dequantize_experts
@@ -33,7 +33,7 @@ _HOMES = {
     "lora_config": "trimtab.integrations.transformers.lora.config",
     "quantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
 }
-"""What derives from classes of transformers, which is imported when one of them is first used."""
+"""Names that derive from classes of transformers, which is imported when one of them is first used."""
 
 
 def register(
@@ -61,14 +61,13 @@ def register(
         ConfigError: there is no transport or combine of that name or no such `replicate_experts`, transformers has
             another implementation of that name, or it was registered with other options.
     """
-    from trimtab.dispatch.dispatcher import check_combine
-    from trimtab.dispatch.replication.plan import COPY_COST, replication_config
-    from trimtab.dispatch.transports import check_transport
+    from trimtab.dispatch.options import COPY_COST, ExchangeOptions
     from trimtab.errors import BackendError
 
-    check_transport(transport)
-    check_combine(combine)
-    rule = replication_config(replicate_experts, COPY_COST if copy_cost is None else copy_cost)
+    options = ExchangeOptions(
+        transport=transport, combine=combine, replicate_experts=replicate_experts,
+        copy_cost=COPY_COST if copy_cost is None else copy_cost,
+    )  # fmt: skip
     if not isinstance(name, str) or not name:
         raise ConfigError(f"name={name!r}: must be a word that experts_implementation= can have")
 
@@ -93,12 +92,8 @@ def register(
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     known_ep = dict(EPImplementationInterface().items()).get(name)
     if isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP):
-        had = known_ep.combine, known_ep.transport_name, known_ep.replication
-        if had != (combine, transport, rule):
-            raise ConfigError(
-                f"name={name!r} is registered with combine={had[0]!r} and transport={had[1]!r}, "
-                f"{had[2] or 'no replicas'}: give these a name of their own"
-            )
+        if known_ep.options != options:
+            raise ConfigError(f"name={name!r} is registered with {known_ep.options}: give these a name of their own")
         return
     if name == "eager" or known is not None or known_ep is not None:
         raise ConfigError(f"name={name!r}: transformers has an implementation of that name; choose another")
@@ -106,8 +101,7 @@ def register(
     for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
         registry.register(name, partial(experts_forward, kernels=kernels))
     own = {
-        "experts_name": name, "combine": combine, "kernels": kernels, "built": count(), "living": WeakSet(),
-        "transport_name": transport, "replication": rule,
+        "experts_name": name, "options": options, "kernels": kernels, "built": count(), "living": WeakSet(),
     }  # fmt: skip
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))
 

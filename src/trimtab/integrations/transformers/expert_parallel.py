@@ -22,14 +22,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.expert_parallel import EPImplementation
 
 from trimtab.autograd import forward_of, narrowed
-from trimtab.dispatch.dispatcher import CombineMode, Dispatched, Dispatcher
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.checks import shape_problems
+from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.facts import Facts
+from trimtab.dispatch.options import ExchangeOptions
 from trimtab.dispatch.route import ZeroGradients
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
-from trimtab.experts.replicated import weights_in_words
 from trimtab.experts.weight import LoraFactors
 from trimtab.integrations.transformers.experts import attached_lora, experts_forward
 from trimtab.integrations.transformers.replicated_params import OwnExperts
@@ -47,14 +48,12 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
 
     # Filled in by `trimtab.integrations.transformers.register` in a class of its own for each name.
     experts_name: str
-    combine: CombineMode
+    options: ExchangeOptions
     kernels: KernelChoice
-    transport_name: str
-    replication: ReplicationConfig | None
     built: Iterator[int]
     """Numbers the experts modules in the order in which they are built, the same on every rank."""
     living: WeakSet[TrimtabEP]
-    """Those built under this name that are in use: the modules of one mesh share a transport, and so a guard."""
+    """The modules built under this name that are in use: those of one mesh share a transport, and so a guard."""
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -66,19 +65,19 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         self.dispatcher = Dispatcher(
             self.num_local_experts * ep_mesh.size(),
             self.transport,
-            combine=self.combine,
+            combine=self.options.combine,
             layer=f"{type(experts).__name__} {next(self.built)}",
-            replication=self.replication if ep_mesh.size() > 1 else None,
+            replication=self.options.replication if ep_mesh.size() > 1 else None,
         )
 
     def _transport_over(self, ep_mesh: DeviceMesh) -> Transport:
-        """One for all modules that were given this very mesh, which is one model's.
+        """One for all modules that were given this very mesh, which is one model's, and gone with them.
 
         All ranks must share alike. By the group or by an equal mesh they would not: a model that is given up is still
         found until its cycles are collected, and when that is differs between ranks.
         """
         shared = (other.transport for other in self.living if other.ep_mesh is ep_mesh)
-        return next(shared, None) or TRANSPORTS[self.transport_name](self.ep_group)
+        return next(shared, None) or TRANSPORTS[self.options.transport](self.ep_group)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted expert outputs [T, D] for this rank's tokens. Every rank of the expert group must call."""
@@ -88,12 +87,14 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         layout = SequenceLayout.even(1, hidden_states.shape[0], tp_size)
         if tp_size > 1:
             tensors = tuple(shard(t, layout, self.tp_group) for t in tensors)  # type: ignore[assignment]
-        rows = self.dispatcher.dispatch(*tensors, copied=self._weights_fact())
+        rows = self.dispatcher._dispatch(
+            *tensors, facts=Facts(self._weights_fact()), problems=shape_problems(*tensors, None)
+        )
         y = self.dispatcher.combine(self._run_experts(rows), rows)
         return (unshard(y, layout, self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
 
     def _part(self, lora: LoraFactors) -> LoraFactors:
-        """Of adapters of all experts, which every rank holds, those of this rank's experts."""
+        """Adapters of this rank's experts, from those of all experts, which every rank holds."""
         batches = self.ep_mesh.size() // self.tp_mesh.size()
         a, b = (forward_of(OwnExperts, t, self.num_local_experts, self.ep_group, batches) for t in (lora.a, lora.b))
         return replace(lora, a=a, b=b)
@@ -102,13 +103,11 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         return bool(self.experts.config._experts_implementation == self.experts_name)
 
     def _weights_fact(self) -> str:
-        """What runs the experts, and what of them is copied: with replicated experts the same on every rank."""
-        if self.dispatcher.replication is None:
-            return ""
+        """With replicated experts every rank runs them alike, and has the same weights."""
         attached = attached_lora(self.experts).items()
         factors = ((f"{name}.{part}", getattr(lora, part)) for name, lora in attached for part in ("a", "b"))
         named = chain(self.experts.named_parameters(), self.experts.named_buffers(), factors)
-        return f"{self.experts.config._experts_implementation}: {weights_in_words(named)}"
+        return self.dispatcher.weights_fact(named, self.experts.config._experts_implementation)
 
     def _run_experts(self, rows: Dispatched) -> Tensor:
         if self._ours():

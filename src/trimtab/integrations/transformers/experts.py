@@ -24,7 +24,7 @@ from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.integrations.transformers.gates import gate_of
 from trimtab.integrations.transformers.quantized.params import codes_of
 from trimtab.kernels.choose import KernelChoice, kernels_for
-from trimtab.kernels.tensor_checks import codes
+from trimtab.kernels.tensor_checks import unsupported_dtype
 
 
 def experts_forward(
@@ -157,6 +157,6 @@ def _or_none(module: nn.Module, name: str) -> object:
 
 def _of_values(module: nn.Module, value: object) -> Tensor:
     assert isinstance(value, Tensor)
-    if held := codes(value):
+    if held := unsupported_dtype(value):
         raise ConfigError(f"{type(module).__name__} has weights in {held}: {_NEEDS}")
     return value
