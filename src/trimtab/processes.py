@@ -16,7 +16,7 @@ from trimtab.errors import ConfigError
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """The number that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -41,8 +41,8 @@ def group_size(nproc: int | None = None) -> int | None:
 
 
 def module_arguments(name: str) -> list[str]:
-    """What Python is started with to run a module as a rank: one that finds on its path what this process does, and
-    nothing in the current directory that this one does not look for there."""
+    """Arguments for Python that run a module as a rank. It finds the modules that this process finds: the current
+    directory is searched only if this one searches it."""
     here = {"", os.getcwd()} & set(sys.path)
     return [*([] if here else ["-P"]), "-m", name]
 

@@ -167,10 +167,8 @@ class Router(nn.Module):
         return found if loss is None else found | {"observers": loss}
 
     def observed(self, routing: Routing, *, inside: bool = True) -> Tensor | None:
-        """Shows a forward to the observers; the sum of their losses, None for none. `losses` calls it.
-
-        inside: the forward is one of the model's, not run again by a checkpoint that has no tape.
-        """
+        """Shows a forward to the observers, as `losses` does; the sum of their losses, None for none. inside: it is one
+        of the model's, not run again by a checkpoint that has no tape."""
         if routing.basis is None or not self.port.observers:
             return None
         basis = routing.basis

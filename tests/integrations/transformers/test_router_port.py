@@ -275,6 +275,17 @@ def test_names_are_those_of_the_model_with_an_adapter_and_without() -> None:
         pass
 
 
+def test_a_model_that_was_observed_before_peft_copied_its_routers() -> None:
+    model = build_model("qwen3_moe").train()
+    LoadBalancer(model, add_bias=True)
+    peft = get_peft_model(model, LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=["gate"]))
+    loads = Loads()
+    with observing(peft, loads), trimtab.record(peft) as recording:
+        peft(**batch())
+    assert counted(loads) == [slots(batch())] * 2
+    assert recording.decisions().ids.shape == (4, 12, 2, 2)
+
+
 # Copies
 
 

@@ -33,7 +33,7 @@ _HOMES = {
     "lora_config": "trimtab.integrations.transformers.lora.config",
     "quantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
 }
-"""What derives from classes of transformers, which is imported when one of them is first used."""
+"""Names that derive from classes of transformers, which is imported when one of them is first used."""
 
 
 def register(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.routers.find import find_routers, plain
-from trimtab.integrations.transformers.routers.ports import ModelPorts, names_of
+from trimtab.integrations.transformers.routers.forwards import names_of
+from trimtab.integrations.transformers.routers.ports import ModelPorts
 from trimtab.routing.port import Observer, Port, RouterInfo
 
 
