@@ -58,7 +58,7 @@ def check(rows: Sequence[str], dtypes: Sequence[str], patterns: Sequence[str] = 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_rows(rows: str) -> None:
-    check(ROWS[rows].split(), ("float64", "bfloat16") if rows == "transports" else ("float64",))
+    check(ROWS[rows].split(), ("float64", "float32", "bfloat16") if rows == "transports" else ("float64",))
 
 
 @RANKS4
