@@ -75,10 +75,12 @@ def quantize(layer: ExpertMLP, name: str) -> None:
     layer.codes = name, layer.codes[1]  # type: ignore[index]
     for key in layer.parameter_names[:2]:
         shape = layer.get_parameter(key).shape
-        codes = torch.randint(0, 120, (*shape[:-1], shape[-1] // FORMATS[name].per_byte), dtype=torch.uint8)
-        scales = torch.full(scales_of(codes.flatten(1, -2), name), 0.02)
+        codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // FORMATS[name].per_byte), dtype=torch.uint8)
+        scales = torch.full(scales_of(codes.flatten(1, -2), name), 0.1)
         if FORMATS[name].scales is torch.uint8:
-            scales = scales.fill_(122).to(torch.uint8)
+            scales = scales.fill_(124).to(torch.uint8)
+        else:  # of float8, no NaN
+            codes = torch.randn(codes.shape).to(torch.float8_e4m3fn).view(torch.uint8)
         setattr(layer, key, nn.Parameter(codes, requires_grad=False))
         setattr(layer, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
 
