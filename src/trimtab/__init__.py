@@ -104,7 +104,7 @@ _MODULES = {
     "transformer_engine": "trimtab.integrations.transformer_engine",
     "transformers": "trimtab.integrations.transformers",
 }
-"""What is reached as an attribute, and the module that it is."""
+"""Attributes of the package that are modules."""
 
 __all__ = list(_HOMES)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """What to write to: a file beside `path` that is given its name at the end, so that what was there before stays
-    until then. Through a link to where it leads; a device or a pipe is itself what is written to.
+    """Yields a file beside `path` to write to. It takes the name of `path` at the end: until then the old file stays.
+    Follows links. A device or a pipe is yielded itself.
 
     Raises:
         OSError: it cannot be written; what was written so far is removed, as after any other error.

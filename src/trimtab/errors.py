@@ -69,8 +69,8 @@ class PhaseTimeout(TrimtabError, RuntimeError):
 
 
 def full_disk(folder: Path) -> str:
-    """What a message is to add if the disk is full or nearly so, or files are limited in size: libraries that write say
-    other things then."""
+    """Words for a message if the disk of `folder` is nearly full or files are limited in size, else "": libraries that
+    fail to write then name other reasons."""
     free, most = shutil.disk_usage(folder).free, _file_limit()
     full = f"; {free / 1e6:.1f} MB are free on the disk of {folder}" if free < LEAST_FREE else ""
     return full + (f"; this process may write files of {most / 1e6:.1f} MB at most (ulimit -f)" if most >= 0 else "")
@@ -86,7 +86,7 @@ def _file_limit() -> int:
 
 
 def first_line(error: BaseException, *, typed: bool = False) -> str:
-    """Of its message, or its type where it has none. typed: the type before it in either case."""
+    """The first line of its message, or its type where it has none. typed: the type before it in either case."""
     first = next(iter(str(error).strip().splitlines()), "")
     if typed:
         return f"{type(error).__name__}: {first or 'no message'}"

@@ -1,4 +1,4 @@
-"""Where things lie: (batch, position) <-> rank, expert <-> rank, and aligned segments. Pure integer arithmetic.
+"""Positions and ranks: (batch, position) <-> rank, expert <-> rank, and aligned segments. Pure integer arithmetic.
 
     positions  0 1 2 3 4 5 6            L = 7 over 3 ranks: cuts (0, 3, 5, 7)
     rank       0 0 0 1 1 2 2            the first L % ranks shards hold one position more

@@ -13,7 +13,7 @@ T = TypeVar("T", bound=tuple)  # type: ignore[type-arg]
 
 _LIBRARY = torch.library.Library("trimtab", "FRAGMENT")  # type: ignore[no-untyped-call]
 KERNELS: dict[Any, Callable[..., Any]] = {}
-"""What computes each operator, for whoever measures what goes on inside."""
+"""The function behind each operator, for those who measure inside."""
 
 
 def operator(

@@ -1,7 +1,4 @@
-"""How processes of a group are started, by torchrun or as ranks of our own, are asked to stop, and end.
-
-Importing this imports no torch.
-"""
+"""Start, stop and end of a group's processes, under torchrun or as ranks of our own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,22 +16,17 @@ from trimtab.errors import ConfigError
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """The number that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def group_size(nproc: int | None = None) -> int | None:
     """The number of ranks that a launcher such as torchrun started, of which this process is one; None if it is alone.
 
-    Args:
-        nproc: a command's option of that name.
-
     Raises:
-        ConfigError: `nproc` is less than 1, or given where ranks are started already; or the environment names a group
-            in part, or one that cannot be: ranks would wait for ranks that are not.
+        ConfigError: `nproc` is given where ranks are started already; or the environment names a group in part, or one
+            that cannot be: ranks would wait for ranks that are not.
     """
-    if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc {nproc}: must be at least 1")
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys():
         return None
     if nproc is not None:
@@ -49,8 +41,8 @@ def group_size(nproc: int | None = None) -> int | None:
 
 
 def module_arguments(name: str) -> list[str]:
-    """What Python is started with to run a module as a rank: one that finds on its path what this process does, and
-    nothing in the current directory that this one does not look for there."""
+    """Arguments for Python that run a module as a rank. It finds the modules that this process finds: the current
+    directory is searched only if this one searches it."""
     here = {"", os.getcwd()} & set(sys.path)
     return [*([] if here else ["-P"]), "-m", name]
 

@@ -66,7 +66,7 @@ class Index:
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
+    """The folder of the checkpoint of `step`."""
     return root / f"step-{step:08d}"
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from trimtab.errors import InputError
 from trimtab.experts.activations import ClampedSwiGLU, activation_of
-from trimtab.experts.passes import Pass
-from trimtab.experts.product import cast, joined, with_rows
-from trimtab.experts.weight import experts_first
+from trimtab.experts.lora import experts_first
+from trimtab.experts.matrix import cast, joined, with_rows
+from trimtab.experts.mlp_pass import Pass
 from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
 from trimtab.kernels.tensor_checks import apart

@@ -1,4 +1,4 @@
-"""What a backend offers, and what it works on: grouped products, one matrix per expert over its own segment of rows.
+"""The interface of backends: grouped products, one matrix per expert over its own segment of rows.
 
     grouped_mm      y[segment i] = x[segment i] @ w[i]
     grouped_wgrad   dw[i]        = a[segment i]^T @ b[segment i]       or +=; zeros where the segment is empty
@@ -31,14 +31,14 @@ class Block:
 
 
 class Backend(Protocol):
-    """What grouped layers and expert MLPs need. The results belong to the caller, who may change them in place."""
+    """Products for grouped layers and expert MLPs. Results belong to the caller, who may change them in place."""
 
     name: str
     weighs_sums: bool
-    """Whether routing weights are to be taken into the combine rather than into hidden rows."""
+    """True if routing weights are to be taken into the combine rather than into hidden rows."""
 
     whole: bool
-    """Whether one block holds all experts and rows."""
+    """True if one block holds all experts and rows."""
 
     def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
         """The blocks of the segments at `offsets_e` [e + 1] of `rows` rows, in order: each expert once, each row of a

@@ -1,4 +1,4 @@
-"""What makes the compiled kernels' products of bfloat16: the fastest instructions that run here and pass their test.
+"""Instructions for the compiled kernels' products of bfloat16: the fastest that run here and pass their test.
 
     amx-bf16      tiles of 16 x 16 sums (Sapphire Rapids and later, where the system permits it)
     avx512-bf16   sums of two products each (Cooper Lake, Zen 4 and later)
@@ -28,7 +28,7 @@ _LACKS = (
 
 
 class Bf16Products:
-    """What makes them now.
+    """The instructions in use.
 
     name: one of `PRODUCTS`. number: its own in cpu/call.h. refused: what would be faster, and why it does not run.
 
@@ -37,7 +37,7 @@ class Bf16Products:
         wanted: those alone instead of the fastest.
 
     Raises:
-        BackendError: what is wanted cannot run.
+        BackendError: those wanted cannot run.
     """
 
     def __init__(self, lack: Callable[[int], int], wanted: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which backend computes: the one that was asked for, once it has passed its self-test on the device.
+"""The choice of a backend: the one that was asked for, once it has passed its self-test on the device.
 
 torch        one `mm` per expert, with PyTorch alone                    CPU
 cpu          whole expert MLPs in C++                                   CPU
@@ -62,7 +62,7 @@ _IN_USE: WeakValueDictionary[str, Backend] = WeakValueDictionary()
 
 
 def names_for(name: str, device: torch.device) -> tuple[str, ...]:
-    """What `name` stands for on `device`, in the order of preference: "auto" for the fastest there."""
+    """The backends that `name` stands for on `device`, in the order of preference: "auto" for the fastest there."""
     if name != "auto":
         return (name,)
     if device.type != "cpu":

@@ -40,7 +40,7 @@ MAIN = SOURCES / "experts.cpp"
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 CODES = {"nf4": 2, "int8": 3, "fp8": 4, "mxfp4": 5}
-"""Of `trimtab.experts.quantized`, by their numbers in cpu/call.h."""
+"""Formats of `trimtab.experts.quantized` by their numbers in cpu/call.h."""
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
 """In the order of their numbers in cpu/call.h."""
 
@@ -154,15 +154,15 @@ class CompiledKernels(TorchBackend):
         })  # fmt: skip
 
     def multiplies(self, weight_eAB: Tensor, dtype: torch.dtype | None = None) -> bool:
-        """Whether products of rows and these weights, in `dtype` if not in theirs, are made here, all experts' in one
-        call. It does not hang on the number of rows, or the bits of a row would."""
+        """True if C++ multiplies rows by these weights, all experts' in one call, in `dtype` if not in theirs. It does
+        not depend on the number of rows, or the bits of a row would."""
         return (dtype or weight_eAB.dtype) in TYPES and weight_eAB.shape[-1] * weight_eAB.shape[-2] > 0
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if dtype in TYPES else super().compute_dtype(dtype)
 
     def _takes(self, operands: Sequence[Tensor], block: Block, groups: int) -> bool:
-        """Whether these lie as the C++ reads them."""
+        """True if these lie as the C++ reads them."""
         (rows, *_), dtype = operands[0].shape, operands[0].dtype
         here = dtype in TYPES and all(t.device.type == "cpu" and plain(t, dtype) for t in operands)
         placed = plain(block.offsets_e, torch.int64) and block.offsets_e.shape == (groups + 1,)
@@ -188,8 +188,8 @@ class CompiledKernels(TorchBackend):
         return ExpertPlan(slot_R, row_R, bag_index, bag_offsets, counts_e, offsets_e)
 
     def fault_by(self, find: Callable[[CompiledKernels], str | None], asked: Hashable) -> str | None:
-        """What `find` says is wrong with them. It is `asked` once for all layers that share them, whatever changes
-        later: a model of many layers would wait for the same answer many times."""
+        """The fault that `find` finds in them, or None. It is `asked` once for all layers that share them: a model of
+        many layers would wait for the same answer many times."""
         if asked not in self._faults:
             self._faults[asked] = find(self)
         return self._faults[asked]
@@ -213,7 +213,7 @@ _shared: WeakValueDictionary[str, CompiledKernels] = WeakValueDictionary()
 
 
 def compiled_kernels() -> CompiledKernels:
-    """The kernels that all who ask share.
+    """The kernels, one object that all callers share.
 
     Raises:
         BackendError: see `CompiledKernels`.
@@ -225,24 +225,24 @@ def compiled_kernels() -> CompiledKernels:
 
 
 def are_made() -> bool:
-    """Whether `compiled_kernels` has nothing to compile.
+    """True if `compiled_kernels` has nothing to compile.
 
     Raises:
-        BackendError: it could not, or there is no folder to keep them in.
+        BackendError: there is no compiler, or no folder to keep them in.
     """
     return is_made(MAIN, list(SOURCES.iterdir()))
 
 
 def at_once(kernels: object, *weights_eAB: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether `kernels` multiply by all experts of each of these in one call, see `CompiledKernels.multiplies`."""
+    """True if `kernels` multiply by all experts of each of these in one call, see `CompiledKernels.multiplies`."""
     return isinstance(kernels, CompiledKernels) and all(kernels.multiplies(w, dtype) for w in weights_eAB)
 
 
 def switched_off() -> bool:
-    """Whether the environment says so.
+    """True if the environment switches the compiled kernels off.
 
     Raises:
-        BackendError: it says neither.
+        BackendError: the variable is neither 0 nor 1.
     """
     value = os.environ.get(SWITCH) or "1"
     if value not in ("0", "1"):

@@ -1,4 +1,4 @@
-"""C++ sources to a library, compiled once for a machine and kept in the user's cache folder. And what machine it is.
+"""C++ sources to a library, compiled once for a machine and kept in the user's cache folder. And facts of the machine.
 
 The library's name is a hash of the sources, the compiler, its flags and the CPU's own. Beside it lies the hash of its
 bytes: one that is not whole is made again. Ranks that start together wait for the one that compiles.
@@ -32,11 +32,11 @@ LIMIT = 300  # seconds for a compiler that should take some
 PATIENCE = 2 * LIMIT + 30  # for another process, which compiles and links
 SILENT = 10  # seconds of waiting for another process before a word about it
 _failed: dict[Path, str] = {}
-"""Why this process has no library: it is not tried again, for each layer would wait for the compiler."""
+"""Reasons for which this process has no library: it is not tried again, for each layer would wait for the compiler."""
 
 
 def processor_facts() -> dict[str, str]:
-    """Of the first core, in the words of Linux ("vendor_id", "model name", "flags"); nothing on other systems."""
+    """Facts of the first core by Linux's names ("vendor_id", "model name", "flags"); none on other systems."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
@@ -45,7 +45,7 @@ def processor_facts() -> dict[str, str]:
 
 
 def processor_name() -> str:
-    """The maker's or the system's, and the numbers of its kind: virtual machines' generations often share a name."""
+    """The maker's or the system's name, with family and model: virtual machines' generations often share a name."""
     facts = processor_facts()
     named = facts.get("model name") or platform.processor() or platform.machine()
     kind = facts.get("cpu family"), facts.get("model")
@@ -53,7 +53,7 @@ def processor_name() -> str:
 
 
 def multiplies_bf16() -> bool:
-    """Whether the processor has instructions for products of bfloat16."""
+    """True if the processor has instructions for products of bfloat16."""
     has = torch.cpu.get_capabilities()
     return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
 
@@ -78,7 +78,7 @@ def find_compiler() -> list[str]:
 
 
 def blames_cxx(reason: str) -> bool:
-    """Whether kernels are lacking, for this reason, because of the compiler that CXX names."""
+    """True if this reason for a lack of kernels is the compiler that CXX names."""
     return bool(os.environ.get("CXX")) and reason.startswith(("CXX=", "the C++ compiler"))
 
 
@@ -101,7 +101,7 @@ def load(main: Path, sources: Sequence[Path], defines: Sequence[str] = ()) -> ct
 
 
 def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march: str = "native") -> Path:
-    """Where the library of `main` lies, which includes the other `sources`; compiled if the cache does not have it.
+    """The path of the library of `main`, which includes the other `sources`; compiled if the cache does not have it.
 
     defines: macros, as in `NAME` or `NAME=value`. march: the machine that it is for.
 
@@ -131,7 +131,7 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
 
 
 def is_made(main: Path, sources: Sequence[Path]) -> bool:
-    """Whether `load` has nothing to compile; the errors of `made`."""
+    """True if `load` has nothing to compile; the errors of `made`."""
     return _whole(_wanted(main, sources, (), "native")[2])
 
 
@@ -155,7 +155,7 @@ def _take(lock: IO[str]) -> None:
 
 
 def _tidy(cache: Path) -> None:
-    """Remove what processes left that were killed while they compiled, on this host or on one that sees no lock."""
+    """Remove leftovers of processes killed while they compiled, on this host or on one that sees no lock."""
     for left in cache.glob("*.making-*"):
         with contextlib.suppress(OSError):  # as where another process removes it, too
             if time.time() - left.stat().st_mtime > 2 * LIMIT:
@@ -195,7 +195,7 @@ def _key(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path])
 
 
 def _cpu() -> str:
-    """What -march=native looks at."""
+    """The facts that -march=native looks at."""
     facts = processor_facts() or {"model name": processor_name()}
     wanted = ("flags", "Features", "model", "vendor", "CPU")
     return "\n".join(f"{name}: {value}" for name, value in facts.items() if name.startswith(wanted))

@@ -1,4 +1,4 @@
-"""Moving rows: `gather_rows` is a 0/1 map with one 1 per row, `combine_rows` its transpose. And what plans are made of.
+"""Moving rows: `gather_rows` is a 0/1 map with one 1 per row, `combine_rows` its transpose. And the parts of plans.
 
 Legend: n rows, D row width.
 """
@@ -30,7 +30,7 @@ class Csr:
 
 
 class ExpertPlan(NamedTuple):
-    """Which of the M rows that one rank holds, K slots in each, go to which expert, all int64; see `plan_experts`.
+    """The expert of each of K slots of the M rows that one rank holds, all tensors int64; see `plan_experts`.
 
     slot_R: [R] slot (row * K + k) of each expert row, grouped by expert, in slot order within one; -1 in padding.
     row_R: [R] row of each expert row; -1 in padding.
@@ -97,7 +97,7 @@ def inverse_of(order_N: Tensor) -> Tensor:
 
 
 def static_by_default(t: Tensor) -> bool:
-    """Whether sizes must not depend on what `t` holds."""
+    """True if sizes must not depend on what `t` holds."""
     return t.device.type != "cpu" or torch.compiler.is_compiling() or no_values(t.device)
 
 

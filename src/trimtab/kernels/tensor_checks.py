@@ -1,4 +1,4 @@
-"""Tensors whose memory is read at its address, those that have no values, and a thread of its own for a self-test."""
+"""Checks on raw tensors (dense, contiguous, fake or meta), and a function run in a clean thread."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def modes() -> list[type]:
 
 
 def no_values(device: torch.device) -> bool:
-    """Whether tensors on `device` are shapes alone, none of whose values can be read: on the meta device, and under
-    PyTorch's `FakeTensorMode`, but where a graph is traced from fake tensors: what is computed must be in it."""
+    """True if tensors on `device` have shapes but no values: on the meta device and under `FakeTensorMode`. False where
+    a graph is traced from fake tensors, for what is computed must be in it."""
     if device.type == "meta" or not _get_current_dispatch_mode_stack():  # as nearly always
         return device.type == "meta"
     at_work = {kind.__name__ for mode in modes() for kind in mode.__mro__}
@@ -31,7 +31,7 @@ def no_values(device: torch.device) -> bool:
 
 
 def dense(t: Tensor) -> bool:
-    """Whether it is a dense tensor of this rank's own, with values or without: not sparse, not nested, no DTensor."""
+    """True for a dense tensor of this rank's own, with values or without: not sparse, not nested, no DTensor."""
     if type(t) not in (Tensor, nn.Parameter):
         from torch.distributed.tensor import DTensor
 
@@ -62,7 +62,7 @@ def unsupported_dtype(t: Tensor) -> str | None:
 
 
 def plain(t: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the values of `t` lie at its address as they are, in `dtype` and one after the other."""
+    """True if the values of `t` lie at its address as they are, in `dtype` and one after the other."""
     known = type(t) in (Tensor, nn.Parameter)
     return known and t.dtype == dtype and t.is_contiguous() and not t.is_neg() and bool(t.data_ptr() or not t.nbytes)
 
@@ -92,7 +92,7 @@ def apart(device: torch.device, run: Callable[[], T]) -> T:
 
 
 def count(rows: int, contracted: int, width: int) -> None:
-    """Where FLOPs are counted, count a product [rows, contracted] x [contracted, width] that is in no operator of ours:
-    as an `mm` without values."""
+    """Count the FLOPs of a product [rows, contracted] x [contracted, width] that is in no operator of ours, as an `mm`
+    without values. Does nothing where no FLOPs are counted."""
     if any(mode.__module__ == "torch.utils.flop_counter" for mode in modes()):
         torch.mm(torch.empty(rows, contracted, device="meta"), torch.empty(contracted, width, device="meta"))

@@ -33,7 +33,7 @@ _HOMES = {
     "lora_config": "trimtab.integrations.transformers.lora.config",
     "quantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
 }
-"""What derives from classes of transformers, which is imported when one of them is first used."""
+"""Names that derive from classes of transformers, which is imported when one of them is first used."""
 
 
 def register(
@@ -61,8 +61,7 @@ def register(
         ConfigError: there is no transport or combine of that name or no such `replicate_experts`, transformers has
             another implementation of that name, or it was registered with other options.
     """
-    from trimtab.dispatch.options import ExchangeOptions
-    from trimtab.dispatch.replication.plan import COPY_COST
+    from trimtab.dispatch.options import COPY_COST, ExchangeOptions
     from trimtab.errors import BackendError
 
     options = ExchangeOptions(

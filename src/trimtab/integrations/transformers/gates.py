@@ -1,4 +1,4 @@
-"""Which of our activations computes what an experts module of transformers has between its two products.
+"""The activation of ours that equals the function between the two products of a transformers experts module.
 
 transformers' own activations are known by their types. A gate of its own (gpt-oss, DeepSeek-V4, MiniMax-M3 …) is tried
 once on values near zero and on both sides of its limits, handed nothing but the module's numbers: where one of ours,
@@ -38,8 +38,8 @@ LIMITS, SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
 
 def gate_of(module: nn.Module) -> str | Callable[[Tensor], Tensor]:
-    """What an experts module computes of its pre-activations: the word of ours that computes the same, or its own
-    function. `_apply_gate` is the module's word on its gate."""
+    """The activation of an experts module: the word of ours that computes the same, or the module's own function.
+    With a gate that is `_apply_gate`, whatever `act_fn` is."""
     word = word_of(module)
     if word is not None:
         return word
@@ -95,7 +95,7 @@ def _torch_gelu(act_fn: object, approximate: str) -> bool:
 
 
 def _is_transformers(function: FunctionType) -> bool:
-    """Whether it is a plain function of a model's file, and not one that somebody put around it."""
+    """True for a plain function of a model's file, and not for one that somebody put around it."""
     home = (function.__module__ or "").startswith("transformers.models.")
     return home and function.__closure__ is None and not hasattr(function, "__wrapped__")
 

@@ -43,8 +43,8 @@ class OwnExperts(Function):
 
 
 def cut_over_tensor_ranks(lora: LoraFactors, weight: Tensor, transposed: bool) -> LoraFactors:
-    """Of an adapter that every rank holds whole, what belongs to this rank's share of F: of a `weight` that
-    `DistributedConfig(tp_size=)` cut over F, the rows of b or the columns of a. Any other weight's as it is.
+    """Cut LoRA that every rank holds whole to this rank's share of F, for a `weight` that `DistributedConfig(tp_size=)`
+    cut over F: the rows of b, or the columns of a. Any other weight's LoRA is returned as it is.
 
     The other matrix and the rank's part of the result are what its base has: a share, or a part of a sum. So each
     rank's gradient is a part, and they are summed over the group: one all-reduce in the backward.

@@ -1,4 +1,4 @@
-"""What of a model is trained, frozen or quantized, by kind: `trimtab.summary`.
+"""Counts of trained, frozen and quantized values of a model, by kind: `trimtab.summary`.
 
 A model of transformers, under peft or not, its experts as codes or not, or one of trimtab's layers. A tensor's kind is
 told by where it lies: in or beside a module of experts, in an embedding or the head, or in attention.
@@ -22,7 +22,7 @@ from trimtab.experts.quantized import FORMATS
 KINDS = ("router", "routed experts", "shared experts", "attention", "embeddings", "other")
 STATES = ("trained", "frozen", "quantized")
 _ROUTERS = ("gate", "router", "expert_bias", "e_score_correction_bias")
-"""What lies beside a module of experts and chooses them, in all families."""
+"""Names of routers beside a module of experts, in all families."""
 _ATTENTION = re.compile(r"(\w+_)?(attn|attention)")
 _SCALES = re.compile(r"_(scales?|scale_inv)$")
 
@@ -40,7 +40,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a model's parameters are. `str` makes a table of it.
+    """Amounts of a model's parameters. `str` makes a table of it.
 
     amounts: by kind ("router", "routed experts", "shared experts", "attention", "embeddings", "other") and state
         ("trained", "frozen", "quantized"); what there is none of is left out.
@@ -64,7 +64,7 @@ class Summary:
 
 
 def summary(model: nn.Module) -> Summary:
-    """What of a model is trained, frozen or quantized: values and bytes, by kind of module.
+    """Count the trained, frozen and quantized values and bytes of a model, by kind of module.
 
     A parameter that several modules share counts once. Quantized are parameters and buffers whose entries are codes of
     a byte, experts' and others': the count is of the values that they stand for, the bytes are with their scales. Of
@@ -94,7 +94,7 @@ def summary(model: nn.Module) -> Summary:
 
 
 def kinds(model: nn.Module) -> Callable[[str], str]:
-    """What tells the kind of a module or a parameter of the model by its name."""
+    """Returns a function from the name of a module or a parameter of the model to its kind."""
     named = {own_name(name): module for name, module in model.named_modules()}
     experts = [name for name, module in named.items() if _are_experts(module)]
     blocks = [name.rpartition(".")[0] for name in experts]
@@ -140,7 +140,7 @@ def _are_codes(tensor: Tensor) -> bool:
 
 
 def _values(owner: nn.Module, codes: Tensor) -> int:
-    """How many values there are in codes."""
+    """The number of values in codes."""
     held: Any = getattr(owner, "codes_of_experts", None) or getattr(owner, "codes", None)
     if held is not None:
         return codes.numel() * FORMATS[held[0]].per_byte

@@ -29,7 +29,7 @@ BAND = tl.constexpr(8)
 """Row tiles that take turns at one column of a weight."""
 
 FUSED = {"enable_fp_fusion": True}
-"""Of every launch: a product that is added is rounded once. Triton 3.10 will not do so by itself."""
+"""Options of every launch: a product that is added is rounded once. Triton 3.10 will not do so by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How kernels are launched.
+    """Options of launches.
 
     programs: of a persistent kernel; 0 takes as many as its tiles want on each of the device's multiprocessors.
     wide: multiply in float32 after each load, as Triton's interpreter needs it for bfloat16.
@@ -98,7 +98,7 @@ def on_device_of(tensor: Tensor) -> torch.cuda.device_of:
 
 
 def _segment_tiles(offsets, experts, rows, TAIL: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many tiles of BM rows all segments have; with TAIL the rows behind the last one are a segment too."""
+    """The number of tiles of BM rows in all segments; with TAIL the rows behind the last one are a segment too."""
     index = tl.arange(0, EXPERTS)
     starts = tl.load(offsets + index, mask=index <= experts, other=0)
     ends = tl.load(offsets + 1 + index, mask=index < experts, other=0)

@@ -1,4 +1,4 @@
-"""Where slots and rows go. No atomics and nothing read back, so the same bits each time, also in a CUDA graph.
+"""Moves of slots and rows. No atomics and nothing read back, so the same bits each time, also in a CUDA graph.
 
     place_slots   in three launches: `count`, each chunk's slots for each expert; `scan`, one program, running sums over
                   the chunks and the experts' offsets, aligned; `place`, slot -> its expert's offset + that expert's

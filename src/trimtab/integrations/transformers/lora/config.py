@@ -1,4 +1,4 @@
-"""Which weights of a model get adapters, said by kind: `lora_config` makes peft's `LoraConfig` of it.
+"""LoRA for weights chosen by kind: `lora_config` makes peft's `LoraConfig` of it.
 
     lora_config(model, rank=16, targets=("experts", "attention"))
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 TARGETS = {"experts": "routed experts", "attention": "attention", "router": "router", "shared": "shared experts"}
-"""What `targets` may say, and the kind of `trimtab.summary` that it is."""
+"""Words for `targets`, and the kinds of `trimtab.summary` that they stand for."""
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Weights of experts modules."""
 RENAMED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -29,7 +29,7 @@ of the routed experts' stacks: linear layers of such names are handed over as pa
 
 WEIGHT = ".weight"
 CHOOSERS = "indexer"
-"""What of attention chooses keys: no gradient comes there."""
+"""The part of attention that chooses keys: no gradient comes there."""
 
 
 def lora_config(
@@ -103,7 +103,7 @@ def _chosen(target: str, known: dict[str, str], model: str) -> dict[str, str]:
 
 
 def _listed(known: dict[str, str]) -> str:
-    """What there is, by what one may say."""
+    """The targets that there are, by the words for them."""
     words = {kind: word for word, kind in TARGETS.items()}
     kinds_there = [kind for kind in (*words, "other") if kind in known.values()]
     return "; ".join(
