@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from trimtab.decisions import observing as observing
     from trimtab.decisions import record as record
     from trimtab.decisions import replay as replay
     from trimtab.decisions import rollout_decisions as rollout_decisions
@@ -84,6 +85,7 @@ _HOMES = {
     "join_data_parallel": "trimtab.parallel.moe",
     "max_vio": "trimtab.routing.balance",
     "merge_adapter": "trimtab.experts.lora_model",
+    "observing": "trimtab.decisions",
     "parallelize": "trimtab.parallel.expert_parallel",
     "record": "trimtab.decisions",
     "reduce_main_grads": "trimtab.parallel.ddp",
