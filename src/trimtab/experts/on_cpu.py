@@ -19,6 +19,7 @@ from trimtab.errors import InputError
 from trimtab.experts.activations import ClampedSwiGLU, activation_of
 from trimtab.experts.passes import Pass
 from trimtab.experts.product import cast, joined, with_rows
+from trimtab.experts.quantized import every_code
 from trimtab.experts.weight import experts_first
 from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
@@ -56,10 +57,10 @@ def _passed(kernels: CompiledKernels) -> bool:
     """Whether their adapters and codes give the right numbers, tested before the first use. Says so if not."""
 
     def find(kernels: CompiledKernels) -> str | None:
-        from trimtab.experts.adapted_check import first_adapted_fault
+        from trimtab.kernels.expert_check import first_lora_fault
 
         # In a thread of its own: modes of the caller see nothing of it.
-        fault = apart(torch.device("cpu"), lambda: first_adapted_fault(kernels))
+        fault = apart(torch.device("cpu"), lambda: first_lora_fault(kernels, every_code))
         if fault is not None:
             warnings.warn(f"the compiled kernels: {fault}. Such experts go block by block instead", stacklevel=4)
         return fault
