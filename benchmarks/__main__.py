@@ -37,7 +37,7 @@ from benchmarks.table import as_text, case_words, contestants_table, memory_tabl
 from benchmarks.task import Task, run_task, write, write_record
 from benchmarks.workloads import WORKLOADS
 from trimtab.cli.main import exit_code
-from trimtab.dispatch.replication.plan import COPY_COST, Replication
+from trimtab.dispatch.options import COPY_COST, Replication
 from trimtab.errors import ConfigError
 
 RESULTS = Path("benchmarks/results")

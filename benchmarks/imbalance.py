@@ -31,7 +31,7 @@ from benchmarks.table import ratio, timed_words
 from benchmarks.task import Task
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import Facts
-from trimtab.dispatch.replication.plan import COPY_COST, Replication, replication_config
+from trimtab.dispatch.options import COPY_COST, ExchangeOptions, Replication
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.experts.module import ExpertMLP
 
@@ -55,7 +55,7 @@ def imbalance_task(
     """Every workload is a mode of the same contestants. Raises ConfigError for sizes or ways that do not fit."""
     case = LayerCase.shaped(shape, tokens=tokens, dtype=dtype, ranks=RANKS)
     for way in ways:
-        replication_config(way, copy_cost)
+        ExchangeOptions(replicate_experts=way, copy_cost=copy_cost)
 
     def made(name: str, role: Role, transport: str = "", way: Replication = PLAIN) -> Contestant:
         args = {
@@ -96,7 +96,9 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         dispatcher = Dispatcher(
             case.num_experts,
             TRANSPORTS[args["transport"]](dist.group.WORLD),
-            replication=replication_config(args["replicate_experts"], args["copy_cost"]),
+            replication=ExchangeOptions(
+                replicate_experts=args["replicate_experts"], copy_cost=args["copy_cost"]
+            ).replication,
         )
         layer, weights = _own_layer(case, dispatcher, where.rank)
     else:

@@ -41,7 +41,8 @@ def replay_task(shape: tuple[int, int, int, int], *, tokens: int, dtype: str, th
 def build(args: dict[str, Any], where: Where) -> Subject:
     """args: shape, tokens, dtype."""
     import trimtab
-    from trimtab.integrations.transformers.routers.loads import RouterLoads
+    from trimtab.integrations.transformers.routers.observe import Observed
+    from trimtab.routing.observers import Loads
 
     dim, hidden, experts, top_k = args["shape"]
     block = qwen_block(dim, hidden, experts, top_k, registered())
@@ -83,7 +84,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     def step() -> dict[str, float]:
         seconds = {}
         for way in list(ways)[:: 1 if next(turn) % 2 else -1]:
-            loads = RouterLoads(model) if "counted" in way else None
+            loads = Observed(model, Loads()) if "counted" in way else None
             start = time.perf_counter()
             ways[way]()
             seconds[way] = time.perf_counter() - start

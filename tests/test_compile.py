@@ -53,7 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, bool]]] = {
         {},
     ),
     "capacity": (
-        {"router": {"capacity_factor": 0.6, "pad": True}, "activation": "relu_squared", "shared_hidden": 6},
+        {"router": {"capacity_factor": 0.6}, "activation": "relu_squared", "shared_hidden": 6},
         FP32,
         {"masked": True},
     ),
@@ -105,9 +105,7 @@ def test_dynamic_shapes_compile_again_for_0_and_1_alone() -> None:
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize(
-    ("router", "dynamic"), [({"select": "expert_choice"}, True), ({"pad": True}, True), ({}, True), ({}, None)], ids=str
-)
+@pytest.mark.parametrize(("router", "dynamic"), [({"select": "expert_choice"}, True), ({}, True), ({}, None)], ids=str)
 def test_a_capacity_is_no_symbol(router: dict[str, Any], dynamic: bool | None) -> None:
     """Two layers of one code, with factors of their own, and any number of tokens."""
     layers = [build(router=router | {"capacity_factor": factor}, combine="ordered") for factor in (1.1, 0.6)]

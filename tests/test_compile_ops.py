@@ -141,7 +141,7 @@ def traced(moe: MoE) -> Callable[..., MoEOutput]:
 @pytest.mark.parametrize(("combine", "dtype"), [("sum", torch.bfloat16), ("ordered", torch.float32)], ids=str)
 def test_fake_shapes_are_the_real_ones(combine: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
-    config: dict[str, Any] = {"router": {"aux_loss": 0.1, "capacity_factor": 0.6, "pad": True}, "bias": True}
+    config: dict[str, Any] = {"router": {"aux_loss": 0.1, "capacity_factor": 0.6}, "bias": True}
     moe = build(dtype, combine=combine, shared_hidden=6, **config)
     for tokens in (0, 5):
         given = inputs((tokens,), dtype)
@@ -171,7 +171,7 @@ def test_what_no_graph_can_hold_is_not_exported() -> None:
 
 @pytest.mark.parametrize(
     "router",
-    [{"capacity_factor": 1.1, "pad": True}, {"select": "expert_choice", "capacity_factor": 0.6, "aux_loss": 0.1}],
+    [{"capacity_factor": 1.1}, {"select": "expert_choice", "capacity_factor": 0.6, "aux_loss": 0.1}],
     ids=str,
 )
 def test_an_exported_layer_is_saved_and_loaded_for_any_number_of_tokens(router: dict[str, Any]) -> None:

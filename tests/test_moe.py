@@ -53,8 +53,7 @@ def test_any_selection_and_dropped_slots(dtype: torch.dtype, poisoned: None) -> 
         {"select": "balanced"},
         dropping,
         dropping | {"drop": "position", "score": "sigmoid"},
-        dropping | {"pad": True},
-        {"capacity_factor": 2.0, "pad": True},
+        {"capacity_factor": 2.0},
     ):
         moe = build(dtype, router=more, shared_hidden=8)
         out = check(moe, dtype, (3, 7))
@@ -67,7 +66,7 @@ def test_any_selection_and_dropped_slots(dtype: torch.dtype, poisoned: None) -> 
 def test_masked_tokens_are_not_read_and_give_nothing(dtype: torch.dtype, poisoned: None) -> None:
     more: dict[str, Any] = {"bias": True, "shared_hidden": 8, "shared_gate": True, "latent_dim": 8}
     losses = {"aux_loss": 0.3, "sequence_aux_loss": 0.2, "z_loss": 0.1}
-    for router in (losses, {"select": "expert_choice"}, {"capacity_factor": 1.0, "pad": True}):
+    for router in (losses, {"select": "expert_choice"}, {"capacity_factor": 1.0}):
         moe = build(dtype, router=router, **more)
         for mask in (torch.rand(3, 7, generator=torch.Generator().manual_seed(2)) < 0.5, torch.zeros(3, 7).bool()):
             out = check(moe, dtype, (3, 7), mask)

@@ -120,7 +120,7 @@ def test_so_are_its_parts() -> None:
 
 def test_a_flag_is_true_or_false() -> None:
     takes: dict[Callable[..., Any], tuple[str, ...]] = {
-        partial(RouterConfig, num_experts=E, top_k=K): ("normalize", "bias", "pad"),
+        partial(RouterConfig, num_experts=E, top_k=K): ("normalize", "bias"),
         build: ("bias", "shared_gate", "delay_wgrad"),
         partial(ExpertMLP, E, D, 8): ("bias", "delay_wgrad"),
         partial(GroupedLinear, E, D, 8): ("bias", "single_parameter", "delay_wgrad"),
@@ -283,7 +283,7 @@ def test_a_computed_weight_is_computed_once_a_forward() -> None:
 
 def test_the_router_compiles_without_a_break() -> None:
     router = {"score": "sigmoid", "bias": True, "groups": 3, "top_groups": 2, "aux_loss": 0.1, "capacity_factor": 1.0}
-    moe = build(router=router | {"pad": True})
+    moe = build(router=router)
     compiled = torch.compile(moe.router, fullgraph=True, backend="eager")
     for tokens in (6, 0):
         x = torch.randn(tokens, D)
@@ -327,7 +327,7 @@ def on_ranks() -> dict[str, float]:
     e, gaps = E // ranks, {}
     for router in (
         {"normalize": True}, {"select": "expert_choice"}, {"select": "sinkhorn", "score": "sigmoid"},
-        {"capacity_factor": 1.0, "pad": True}, {"select": "balanced"},
+        {"capacity_factor": 1.0}, {"select": "balanced"},
     ):  # fmt: skip
         whole = build(torch.float64, router=router, shared_hidden=4, latent_dim=8)
         parted = build(torch.float64, router=router, shared_hidden=4, latent_dim=8)

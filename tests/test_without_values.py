@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "ordered": {"combine": "ordered"},
     "expert choice": {"router": {"select": "expert_choice"}},
-    "padded": {"router": {"capacity_factor": 1.0, "pad": True}},
+    "capacity": {"router": {"capacity_factor": 1.0}},
     "groups, bias, jitter": {"router": {"groups": 2, "top_groups": 1, "bias": True, "jitter": 0.1}},
     "delayed": {"delay_wgrad": True},
     "no such kernels there": {"kernels": "torch"},

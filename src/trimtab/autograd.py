@@ -146,7 +146,7 @@ def needed(ctx: Any) -> tuple[bool, ...]:
 
 def _runs(node: Any, output: int) -> bool:
     """True where this backward is for that output of a node; or for the input behind it, of a node that hands gradients
-    on one by one (`experts.replicated`): it runs if it is for any."""
+    on one by one: it runs if it is for any."""
     behind: tuple[int, ...] | None = getattr(node, "behind", None)
     if behind is not None:
         return needed(node)[behind[output]]

@@ -15,33 +15,22 @@ Legend: B sequences, L positions, T = B * L tokens, K experts per token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
-from trimtab.errors import ConfigError, InputError
-from trimtab.integrations.transformers.routers.find import RouterPlace, find_routers
-from trimtab.integrations.transformers.routers.replay import Session, live_where_none, spread
-from trimtab.integrations.transformers.routers.watch import Forward, Look, Seen, Watch
-from trimtab.routing.balance import routers
-from trimtab.routing.replay import Decisions, Recording, base_of, check_fits, record_routers, replay_routers
+from trimtab.errors import ConfigError
+from trimtab.integrations.transformers.routers.find import find_routers
+from trimtab.integrations.transformers.routers.observe import observing as observing
+from trimtab.integrations.transformers.routers.observe import own_ports
+from trimtab.routing.observers import Recorder, Replayer
+from trimtab.routing.replay import Decisions
 from trimtab.routing.rollouts import Layers, lay_out
-from trimtab.routing.router import Router
-
-
-def _found(model: nn.Module, needed_by: str) -> tuple[dict[str, Router], list[RouterPlace]]:
-    own, theirs = routers(model), find_routers(model)
-    if not own and not theirs:
-        raise ConfigError(
-            f"no Router in {type(model).__name__}: {needed_by} is for models with trimtab's or transformers' MoE layers"
-        )
-    return own, theirs
 
 
 @contextmanager
-def record(model: nn.Module) -> Iterator[Recording]:
+def record(model: nn.Module) -> Iterator[Recorder]:
     """Keep the decisions that `model`'s routers take in its forwards inside, those that `replay` hands in too.
 
     A router that decides more than once in a forward of a transformers model (`inkling2_loop`) is recorded as NAME,
@@ -50,30 +39,9 @@ def record(model: nn.Module) -> Iterator[Recording]:
     Raises:
         ConfigError: the model has no router, or one of transformers' that cannot be told.
     """
-    own, theirs = _found(model, "record")
-    sizes = {name: router.config.num_experts for name, router in own.items()}
-    recording = Recording(sizes | {place.name: place.num_experts for place in theirs})
-
-    def keep(name: str, ids_TK: Tensor, forward: Forward) -> None:
-        batch = (forward.shape or (1, 0))[0]
-        recording.keep(name, ids_TK.view(batch, ids_TK.shape[0] // max(batch, 1), ids_TK.shape[1]))
-
-    def see(seen: Seen) -> None:
-        if seen.forward is not None and not seen.again:
-            keep(seen.name, spread(seen.ids_TK, seen.forward.rows(seen.name)), seen.forward)
-
-    def ends(forward: Forward) -> None:
-        batch, length = forward.shape or (1, 0)
-        for place in theirs:
-            if place.name not in forward.turns:  # a forward that did not come to it
-                keep(place.name, torch.full((batch * length, place.top_k), -1), forward)
-
-    with ExitStack() as stack:
-        if own:
-            stack.enter_context(record_routers(own, recording))
-        if theirs:
-            stack.callback(Watch.of(model, theirs).add(Look(see, ends, traced=True)))
-        yield recording
+    recorder = Recorder()
+    with observing(model, recorder):
+        yield recorder
 
 
 @contextmanager
@@ -91,14 +59,7 @@ def replay(model: nn.Module, decisions: Decisions) -> Iterator[None]:
         InputError: decisions for other layers, or another number of experts, of all or per token; tokens of which some
             experts are -1 and others not, in a transformers model; in the forward, decisions for other tokens.
     """
-    own, theirs = _found(model, "replay")
-    sizes = {name: (router.config.num_experts, router.config.columns) for name, router in own.items()}
-    check_fits(decisions, sizes | {place.name: (place.num_experts, place.top_k) for place in theirs})
-    with ExitStack() as stack:
-        if own:
-            stack.enter_context(replay_routers(own, decisions))
-        if theirs:
-            stack.enter_context(Session(model, theirs, _Given(decisions, theirs)).opened())
+    with observing(model, Replayer(decisions)):
         yield
 
 
@@ -130,54 +91,20 @@ def rollout_decisions(
         ConfigError: the model has no router, routers that cannot be told, or of different sizes.
         InputError: other numbers of samples, tokens, layers or experts than the batch and the model have.
     """
-    own, theirs = _found(model, "rollout_decisions")
-    if own:
-        names, family = tuple(own), "trimtab"
-        numbers = tuple(range(len(own)))
-        total, sizes = len(own), {(r.config.num_experts, r.config.columns) for r in own.values()}
-    else:
-        names, family = tuple(place.name for place in theirs), theirs[0].family
-        numbers = tuple(place.layer for place in theirs)
-        total, sizes = theirs[0].layers, {(place.num_experts, place.top_k) for place in theirs}
+    own, theirs = own_ports(model), find_routers(model)
+    infos = [port.info for port in own] or [place.info for place in theirs]
+    if not infos:
+        raise ConfigError(f"no Router in {type(model).__name__}: rollout_decisions is for models with MoE layers")
+    numbers = tuple(range(len(own))) or tuple(place.layer for place in theirs)
+    total, sizes = len(own) or theirs[0].layers, {(info.num_experts, info.top_k) for info in infos}
     if len(sizes) > 1 or (own and theirs):
         raise ConfigError(f"rollout_decisions: routers of different kinds, (experts, per token) are {sorted(sizes)}")
     ((num_experts, top_k),) = sizes
-    found = Layers(names=names, numbers=numbers, total=total, num_experts=num_experts, top_k=top_k, family=family)
+    found = Layers(
+        names=tuple(info.name for info in infos), numbers=numbers, total=total, num_experts=num_experts, top_k=top_k,
+        family=infos[0].family,
+    )  # fmt: skip
     return lay_out(
         routed_experts, found, attention_mask=attention_mask, position_ids=position_ids, start_len=start_len,
         counted=layers,
     )  # fmt: skip
-
-
-class _Given:
-    """Decisions as the routers of a transformers model ask for them."""
-
-    def __init__(self, decisions: Decisions, places: list[RouterPlace]) -> None:
-        self._shape = (decisions.ids.shape[0], decisions.ids.shape[1])
-        self._family = {place.name: place.family for place in places}
-        theirs = [name for name in decisions.layers if base_of(name) in self._family]
-        self._layers = {name: decisions.layer(name).kept_TK for name in theirs}
-        self._live: dict[str, bool] = {}
-        for name, ids in self._layers.items():
-            none = ids < 0
-            if bool((none.any(-1) & ~none.all(-1)).any()):
-                problem = f"{self._family[base_of(name)]}: a token has either all its experts recorded, or none (-1)"
-                raise InputError(problem, layer=name, phase="route")
-            self._live[name] = bool(none.any())
-
-    def __call__(self, name: str, ids_TK: Tensor, forward: Forward | None) -> Tensor:
-        whole, family = self._layers.get(name), self._family[base_of(name)]
-        if whole is None:
-            problem = f"{family} decides again in one forward, and there are no decisions for that"
-            raise InputError(problem, layer=name, phase="route")
-        if whole.device != ids_TK.device:
-            whole = self._layers[name] = whole.to(ids_TK.device)
-        rows = forward.rows(name) if forward else None
-        given = whole if rows is None or rows.shape[0] != whole.shape[0] else whole[rows.to(whole.device)]
-        shape = forward.shape if forward else None
-        if given.shape[0] != ids_TK.shape[0] or shape not in (None, self._shape):
-            got = list(shape) if shape else f"{ids_TK.shape[0]} tokens"
-            problem = f"{family}: decisions for [B, L] = {list(self._shape)}, but the layer got {got}"
-            raise InputError(problem, layer=name, phase="route")
-        given = given.to(ids_TK.dtype)
-        return live_where_none(given, ids_TK) if self._live[name] else given

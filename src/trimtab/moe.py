@@ -40,8 +40,7 @@ class MoEOutput(NamedTuple):
     losses: name -> scalar, coefficient included, see `trimtab.routing.losses`. What a block under reentrant activation
         checkpointing returns must be their sum: torch tracks no tensor inside a dict there.
     loads_E: int64, kept slots of the tokens that this rank routes.
-    ids_TK: int64 expert ids of the tokens that this rank routes, -1 where dropped. With `RouterConfig.pad` columns of
-        padding come behind those of the decision; `trimtab.record` leaves them out.
+    ids_TK: int64 expert ids of the tokens that this rank routes, -1 where dropped.
     """
 
     y: Tensor

@@ -1,7 +1,4 @@
-"""Processes of a group: started by torchrun or as ranks of our own, asked to stop, ended.
-
-Importing this imports no torch.
-"""
+"""Start, stop and end of a group's processes, under torchrun or as ranks of our own. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,15 +23,10 @@ def cores() -> int:
 def group_size(nproc: int | None = None) -> int | None:
     """The number of ranks that a launcher such as torchrun started, of which this process is one; None if it is alone.
 
-    Args:
-        nproc: a command's option of that name.
-
     Raises:
-        ConfigError: `nproc` is less than 1, or given where ranks are started already; or the environment names a group
-            in part, or one that cannot be: ranks would wait for ranks that are not.
+        ConfigError: `nproc` is given where ranks are started already; or the environment names a group in part, or one
+            that cannot be: ranks would wait for ranks that are not.
     """
-    if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc {nproc}: must be at least 1")
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys():
         return None
     if nproc is not None:

@@ -18,8 +18,9 @@ from benchmarks.workloads import WORKLOADS, draw
 from helpers.replica_bounds import replica_bounds
 from helpers.weights import expert_weights
 from trimtab import ExpertMLP, oracle
+from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
-from trimtab.dispatch.replication.plan import ReplicationConfig, physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replication.plan import physical_ids, replica_plan, slot_shares
 from trimtab.dispatch.replication.route import experts_to_send
 from trimtab.errors import ConfigError
 

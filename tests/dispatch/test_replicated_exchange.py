@@ -13,8 +13,7 @@ from torch import Tensor
 from helpers.cases import PATTERNS, case
 from helpers.ranks import run_ranks
 from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
-from trimtab.dispatch.options import COMBINE_MODES
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.options import COMBINE_MODES, ReplicationConfig
 from trimtab.dispatch.replication.route import ReplicaRoute
 from trimtab.dispatch.transports import TRANSPORTS
 

@@ -24,7 +24,7 @@ from helpers.cases import case
 from helpers.forks import start
 from helpers.ranks import _rank_main
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.transport import Handshake
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError

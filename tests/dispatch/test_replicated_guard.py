@@ -22,7 +22,7 @@ from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import Facts
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.errors import DesyncError, InputError

@@ -23,8 +23,7 @@ from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import Facts
 from trimtab.dispatch.host_memory import HostMemory
-from trimtab.dispatch.options import CombineMode
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.options import CombineMode, ReplicationConfig
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.experts.module import ExpertMLP
 from trimtab.routing.recompute import replay_in_recompute

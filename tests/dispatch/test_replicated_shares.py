@@ -17,8 +17,7 @@ from helpers.cases import PATTERNS, case
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.options import CombineMode
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.options import CombineMode, ReplicationConfig
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.errors import TrimtabError
 from trimtab.parallel.expert_tensor import ExpertTensorGroup

@@ -286,6 +286,7 @@ def test_no_branch_on_emptiness_in_the_exchange_the_kernels_and_the_experts() ->
     found = {str(p.relative_to(root)): m[0] for p in files if (m := branch.search(p.read_text()))}
     assert found.keys() == {
         "routing/replay.py",  # what a file of recorded decisions holds: no step of a layer
+        "routing/observers.py",  # the same, before a forward is told
         "integrations/megatron/layer.py",  # Megatron's own router cannot reshape the logits of no tokens
     }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.comparing import cut
-from helpers.pairs import TRUTHS
+from helpers.pair_truth import TRUTHS
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import ACTIVATIONS, Activation, activation_of, clamped
 from trimtab.experts.module import ExpertMLP

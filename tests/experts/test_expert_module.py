@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.comparing import assert_close
 from helpers.weights import expert_weights
 from trimtab.errors import BackendError, ConfigError, InputError
 from trimtab.experts import on_cpu
@@ -47,6 +48,33 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor,
     shapes = ((T, D), (T, K), (E, 2 * F, D), (E, D, F))
     x, w, up, down = (torch.randn(*s, generator=g).to(dtype).requires_grad_() for s in shapes)
     return x, w, up, down
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("alignment", [1, 8, 32])
+@pytest.mark.parametrize(("kernels", "dtype", "bound"), [
+    ("cpu", torch.float32, 2e-6), ("cpu", torch.bfloat16, 3e-2),
+    ("grouped_mm", torch.float32, 2e-6), ("grouped_mm", torch.bfloat16, 3e-2),
+])  # fmt: skip
+def test_padding_of_segments_and_behind_them_counts_nowhere(
+    kernels: str, dtype: torch.dtype, bound: float, alignment: int, static: bool
+) -> None:
+    """A static plan has a row for each slot, kept or not, as where nothing may be read back."""
+    for tokens, transposed, kept in ((T, False, 0.6), (T, True, 0.6), (T, True, 0.0), (1, False, 1.0), (0, False, 1.0)):
+        ids = slots(tokens).masked_fill(torch.rand(tokens, K) >= kept, -1)
+        dense, padded = plan_experts(ids, E), plan_experts(ids, E, alignment=alignment, static=static)
+        found, g = [], torch.Generator().manual_seed(2)
+        shapes = ((tokens, D), (tokens, K), (E, 2 * F, D), (E, D, F), (E, 2 * F), (E, D))
+        leaves = [torch.randn(*s, generator=g).to(dtype).requires_grad_() for s in shapes]
+        x, w, up, down, up_bias, down_bias = leaves
+        given = [t.mT.contiguous() if transposed else t for t in (up, down)]
+        weights = expert_weights(*given, up_bias, down_bias, transposed=transposed)
+        for plan in (dense, padded):
+            y = expert_mlp(x, w, plan, *weights, "swiglu", get_backend(kernels, CPU))
+            found.append([y, *torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)])
+        for ours, true in zip(*found[::-1], strict=True):
+            assert_close(ours, true, bound, f"{tokens} tokens, transposed {transposed}, kept {kept}")
 
 
 def test_a_stride_zero_gradient_is_taken() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from helpers.comparing import relative_error
 from helpers.linear_truth import true_results
-from helpers.pairs import LOW, Pair, Subject
+from helpers.pair_truth import LOW
+from helpers.pairs import Pair, Subject
 from helpers.recipe_cases import RECIPES
 from helpers.stand_ins import PAIRS
 from trimtab.errors import BackendError, InputError

@@ -15,7 +15,9 @@ from torch import Tensor
 from helpers import emulated, pairs
 from helpers.comparing import assert_close
 from helpers.emulated import INSTRUCTIONS
-from helpers.pairs import BOUNDS, HALVES, INTERLEAVED, TRUTHS, Pair, Subject
+from helpers.pair_modules import EMPTY
+from helpers.pair_truth import BOUNDS, HALVES, INTERLEAVED, TRUTHS
+from helpers.pairs import Pair, Subject
 from trimtab.experts import on_cpu
 from trimtab.experts.quantized import FORMATS, every_code
 from trimtab.kernels import expert_check
@@ -145,14 +147,14 @@ def test_every_shape_by_products_of_bfloat16(kernels: CompiledKernels, pair: Pai
     check(pair, kernels)
 
 
-@pytest.mark.parametrize("empty", pairs.EMPTY)
+@pytest.mark.parametrize("empty", EMPTY)
 def test_however_slots_fall(kernels: CompiledKernels, empty: str) -> None:
     for activation, weights in product(TRUTHS, ("plain", f"{T}+bias")):
         check(at(13, 16, 24, weights, empty, activation=activation), kernels)
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("empty", pairs.EMPTY)
+@pytest.mark.parametrize("empty", EMPTY)
 @pytest.mark.parametrize("activation", TRUTHS)
 def test_every_activation_fused_and_block_by_block(
     activation: str, empty: str, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ from torch.autograd.function import Function
 from faults.cases import Fault
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import MOVEMENT, MOVEMENTS, ROWS
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.autograd import once_differentiable
+from trimtab.experts.matrix import row_dot
 from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
-from trimtab.experts.product import row_dot
 from trimtab.kernels.rows import combine_rows, gather_padded
 
 NAN = float("nan")

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers import ep_case, ep_ranks
 from helpers.ep_case import Case
 from helpers.families import build_model, forward
+from helpers.seeing import seen
 from trimtab.integrations.transformers import LoadBalancer, register
-from trimtab.integrations.transformers.routers.find import find_routers
-from trimtab.integrations.transformers.routers.loads import RouterLoads
-from trimtab.integrations.transformers.routers.watch import Look, Watch
+from trimtab.integrations.transformers.routers.observe import Observed
+from trimtab.routing.observers import Loads
 
 STEPS, MICRO, SEQUENCES, LENGTH = 5, 2, 4, 12
 
@@ -47,10 +47,8 @@ def run_balanced(family: str, recompute: str, options: dict[str, Any]) -> dict[s
     balance.micro_batches = MICRO
     wrapped = DistributedDataParallel(model, find_unused_parameters=True) if size > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    places = find_routers(model)
     kept: dict[str, list[Any]] = {"ids": [], "loads": [], "biases": [], "losses": []}
-    seen_now: dict[str, Tensor] = {}
-    Watch.of(model, places).add(Look(lambda seen: seen_now.__setitem__(seen.place.name, seen.ids_TK)))
+    seeing = seen(model)
     share = SEQUENCES // size
     for step in batches():
         optimizer.zero_grad()
@@ -61,7 +59,8 @@ def run_balanced(family: str, recompute: str, options: dict[str, Any]) -> dict[s
                 wrapped(input_ids=ids, attention_mask=mask)
         for ids, mask in shares:
             logits = wrapped(input_ids=ids, attention_mask=mask).logits[:, :-1]
-            kept["ids"].append({name: t.view(*ids.shape, -1)[mask.bool()] for name, t in seen_now.items()})
+            decided = {name: run.ids_TK.view(*ids.shape, -1) for name, run in seeing.last.items()}
+            kept["ids"].append({name: ids_BLK[mask.bool()] for name, ids_BLK in decided.items()})
             labels = ids[:, 1:].masked_fill(mask[:, 1:] == 0, -100)
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") * size / targets
             loss.backward()
@@ -74,7 +73,8 @@ def run_balanced(family: str, recompute: str, options: dict[str, Any]) -> dict[s
 
 def trained(model: Any, options: dict[str, Any], micro_batches: list[dict[str, Tensor]]) -> dict[str, Any]:
     """Two steps over the same micro-batches: the second one's gradients and all that both left to be seen."""
-    balance, loads = LoadBalancer(model, **options), RouterLoads(model)
+    balance, loads = LoadBalancer(model, **options), Loads()
+    Observed(model, loads)
     balance.micro_batches = len(micro_batches)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     kept: dict[str, Any] = {"loads": [], "losses": [], "counted": [], "biases": []}
@@ -86,7 +86,7 @@ def trained(model: Any, options: dict[str, Any], micro_batches: list[dict[str, T
         optimizer.step()
         kept["loads"].append(balance.step())
         kept["losses"].append({name: float(value) for name, value in balance.losses.items()})
-        kept["counted"].append(loads.take_all())
+        kept["counted"].append(loads.take())
         kept["biases"].append({name: b.clone() for name, b in model.named_buffers() if name.endswith("bias")})
     return kept
 

@@ -1,6 +1,7 @@
 """Processes forked from a server of this session's own, which has imported all that earlier ones had to.
 
-Each begins as a fresh process does: nothing that another one changed, started or left behind is there.
+Each begins as a fresh process does, where nothing is that another one changed, started or left behind. It may start
+others.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ LEARNT = ("torch", "transformers", "trimtab", "peft", "accelerate", "safetensors
 """Packages whose modules the server imports once one of its processes has: their import starts and changes nothing."""
 NEVER = ("torch._inductor", "torch.testing")
 """But for these, which start processes or take their time."""
+
+SERVER = "forks"
+"""The name of the server, which lives as long as this process."""
 
 
 class Fork:
@@ -72,7 +76,7 @@ class _Server:
     def __init__(self) -> None:
         context = forkserver()
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, name=SERVER, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -125,7 +129,7 @@ def _obey(started: dict[int, BaseProcess], learnt: Any, handles: list[int], what
                     importlib.import_module(name)
         gc.collect()
         gc.freeze()  # or each process would copy it all when it collects for the first time
-        process = get_context("fork").Process(target=_forked, args=(learnt.name, handles, *rest), daemon=True)
+        process = get_context("fork").Process(target=_forked, args=(learnt.name, handles, *rest), daemon=False)
         process.start()
         assert process.pid is not None
         started[process.pid] = process

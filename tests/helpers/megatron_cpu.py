@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from queue import Queue
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -182,28 +180,18 @@ def judged(
     return list(run_local(cases, f"peers.megatron_impl:{implementation}", deadline=deadline, around=cuda_stood_in))
 
 
-def megatron_ranks(
-    fn: Callable[..., Any],
-    world: int,
-    *args: Any,
-    tp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    cp: int = 1,
-    deadline: float = 90.0,
-) -> list[Any]:
-    """`fn(*args)` on each of `world` ranks over Gloo, model parallelism begun; what each returned, by rank.
+def megatron_ranks(fn: Callable[..., Any], world: int, *args: Any, deadline: float = 90.0, **sizes: int) -> list[Any]:
+    """`fn(*args)` on each of `world` ranks over Gloo, model parallelism of these sizes begun; what each returned, by
+    rank.
 
     `fn` is a module-level function; `parallel_state` and `ProcessGroupCollection.use_mpu_process_groups()` of Megatron
-    have the groups. Ranks end as processes do, for Megatron's saving has children of its own. AssertionError with the
-    tracebacks where a rank fails or time runs out.
+    have the groups. AssertionError with the tracebacks where a rank fails or time runs out.
     """
-    pickle.dumps(fn)
-    return run_ranks(_on_rank, world, SimpleNamespace(tp=tp, ep=ep, etp=etp, cp=cp), fn, args, deadline=deadline)
+    return run_ranks(_on_rank, world, sizes, fn, args, deadline=deadline)
 
 
-def _on_rank(sizes: SimpleNamespace, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with cuda_stood_in(), model_parallel(tp=sizes.tp, ep=sizes.ep, etp=sizes.etp, cp=sizes.cp):
+def _on_rank(sizes: dict[str, int], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with cuda_stood_in(), model_parallel(**sizes):
         return fn(*args)
 
 

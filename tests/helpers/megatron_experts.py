@@ -6,7 +6,6 @@ Legend: E experts, H hidden size.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -63,8 +62,7 @@ def fused_adam() -> Iterator[None]:
 
 @contextlib.contextmanager
 def beside_megatron() -> Iterator[None]:
-    """On a rank without parallelism as yet, which may have children, as Megatron's saving has."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    """On a rank without parallelism as yet."""
     with cuda_stood_in(), fused_adam():
         yield
 

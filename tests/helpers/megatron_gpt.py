@@ -5,11 +5,9 @@ The global batch of a step is the same for every layout. Between two kinds of a 
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helpers.megatron_cpu import cuda_stood_in, megatron, model_parallel, parallel_state
-from helpers.ranks import run_ranks
+from helpers.megatron_cpu import megatron, megatron_ranks, parallel_state
 
 SEQUENCE, VOCABULARY, GLOBAL_BATCH = 16, 64, 8
 KINDS: dict[str, dict[str, Any]] = {
@@ -196,7 +193,6 @@ class Training:
         from megatron.core import dist_checkpointing
 
         folder.mkdir(parents=True, exist_ok=True)
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # saving forks
         dist_checkpointing.save(self.state(loading=False), str(folder))
 
     def load(self, folder: Path) -> None:
@@ -211,14 +207,12 @@ class Training:
 
 def trained(layout: Layout, runs: Sequence[Run], *, deadline: float = 180.0) -> list[Steps]:
     """Each run by itself; collective results are the same on every rank."""
-    return _alike(run_ranks(_on_rank, layout.ranks, layout, partial(_train, layout, runs), deadline=deadline))
+    return _alike(_on_ranks(layout, _train, runs, deadline=deadline))
 
 
 def resumed(layout: Layout, runs: Sequence[Run], folder: Path, *, deadline: float = 180.0) -> Steps:
     """One after the other, each with the checkpoint that the one before has saved."""
-    (steps,) = _alike(
-        run_ranks(_on_rank, layout.ranks, layout, partial(_resume, layout, runs, folder), deadline=deadline)
-    )
+    (steps,) = _alike(_on_ranks(layout, _resume, runs, folder, deadline=deadline))
     return steps
 
 
@@ -233,9 +227,9 @@ def _alike(answers: list[list[Steps]]) -> list[Steps]:
     return answers[0]
 
 
-def _on_rank(layout: Layout, fn: Any) -> Any:
-    with cuda_stood_in(), model_parallel(tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp):
-        return fn()
+def _on_ranks(layout: Layout, fn: Any, *args: Any, deadline: float) -> list[Any]:
+    sizes = {name: size for name, size in vars(layout).items() if name != "ranks"}
+    return megatron_ranks(fn, layout.ranks, layout, *args, **sizes, deadline=deadline)
 
 
 def _train(layout: Layout, runs: Sequence[Run]) -> list[Steps]:

@@ -15,34 +15,22 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 
-from helpers.comparing import cut, rounded
+from helpers.comparing import rounded
 from helpers.emulated import fenced, fences
-from helpers.recipe_cases import KINDS, RECIPES
-from helpers.stand_ins import PAIRS
+from helpers.pair_modules import MODULES, K, quantize, slots
+from helpers.pair_truth import LOW, TRUTHS, Activated, Quantized, by_expert
 from helpers.threads import torch_threads
-from trimtab import oracle
-from trimtab.experts.activations import ACTIVATIONS, activation_of, clamped
-from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.lora_model import add_adapter
 from trimtab.experts.mlp import expert_mlp
-from trimtab.experts.module import ExpertMLP
-from trimtab.experts.quantized import FORMATS, decoded, scales_of
+from trimtab.experts.quantized import FORMATS, decoded
 from trimtab.experts.recipes import Recipe
 from trimtab.kernels.choose import KernelChoice
 
-WIDTH, M, K = 64, 7, 2
+WIDTH, M = 64, 7
 STALE, SCALE = 2.0, 0.5
-EMPTY = ("last", "none", "first", "middle", "all", "no row", "hot", "one", "duplicates", "sentinel")
-"""Who has no rows. "hot": expert 1 has a slot of every row, "one": and there is no other; "duplicates": a row's slots
-are all of one expert; "sentinel": dropped slots are numbered as many experts as there are."""
 KERNELS = {name: KernelChoice(name) for name in ("torch", "cpu", "grouped_mm")}
 """Shared by modules, so that the self-test runs once."""
-LOW = {name: (RECIPES[name], RECIPES[name]) for name in KINDS}
-LOW |= {f"hardware {name}": (kind(backend="hardware"), same) for name, (kind, same) in PAIRS.items()}
-"""By name, a recipe and what it is the same as, emulated. Stand-ins play the hardware."""
-BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 6e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +74,9 @@ class Pair:
     def sizes(self) -> list[int]:
         """Rows of a linear's groups."""
         sizes = [2 + (3 * i) % 5 for i in range(self.experts)]
-        which = {"first": [0], "middle": [self.experts // 2], "last": [self.experts - 1], "none": []}
-        for i in which.get(self.empty, range(self.experts)):
+        which = {"first": [0], "middle": [self.experts // 2], "last": [self.experts - 1]}
+        everyone = list(range(self.experts)) if self.empty in ("all", "no row") else []
+        for i in which.get(self.empty, everyone):
             sizes[i] = 0
         return sizes
 
@@ -113,10 +102,9 @@ class Subject:
         recipe: Recipe | None = LOW[pair.recipe][0] if pair.recipe else None
         options: dict[str, Any] = {"dtype": pair.dtype, "recipe": recipe, "kernels": KERNELS[pair.kernels]}
         options |= {"bias": "bias" in self.words, "main_grad": pair.main_grad, "delay_wgrad": pair.delayed}
-        make = {"mlp": _mlp, "linear": _linear, "te": _transformer_engine, "megatron": _megatron}[pair.module]
-        self.layer, self.names = make(pair, options)
+        self.layer, self.names = MODULES[pair.module](pair, options)
         for name in self.words & FORMATS.keys():
-            _quantize(self.layer, name)
+            quantize(self.layer, name)
         if "lora" in self.words:
             rank, shared = pair.rank, "shared" in self.words
             add_adapter(self.layer, rank=rank, alpha=SCALE * rank, shared=shared, dropout=pair.dropout)
@@ -156,24 +144,13 @@ class Subject:
             self.e_S = torch.arange(pair.experts).repeat_interleave(torch.tensor(pair.sizes))
             x[used:] = self.dy[used:] = torch.nan
             return {"x": x, **params}
-        self.ids, self.e_S = self._slots(rows, g), torch.empty(0)
+        self.ids, self.e_S = slots(pair, rows, g), torch.empty(0)
         held = (self.ids >= 0) & (self.ids < pair.experts)
         m_S, k_S = held.nonzero().unbind(1)
         by_expert = self.ids[m_S, k_S].argsort(stable=True)
         self.m_S, self.k_S = m_S[by_expert], k_S[by_expert]
         self.e_S = self.ids[self.m_S, self.k_S]
         return {"x": x, "w": draw(rows, K), **params}
-
-    def _slots(self, rows: int, g: torch.Generator) -> Tensor:
-        pair = self.pair
-        some = torch.tensor([e for e, size in enumerate(pair.sizes) if size] or [-1])
-        ids = some[torch.randint(0, len(some), (rows, K), generator=g)]
-        dropped = torch.rand(rows, K, generator=g) < 0.2
-        if pair.empty in ("hot", "one"):
-            ids[:, 0], dropped[:, 0], dropped[:, 1] = min(1, pair.experts - 1), False, pair.empty == "one"
-        if pair.empty == "duplicates":
-            ids = ids[:, :1].expand(-1, K)
-        return ids.masked_fill(dropped, pair.experts if pair.empty == "sentinel" else -1)
 
     def _trains(self, name: str) -> bool:
         if name.endswith("_scales"):
@@ -269,7 +246,7 @@ class Subject:
 
     def _activated(self, pre: Tensor) -> Tensor:
         if self.low[0]:
-            h: Tensor = _Rounded.apply(pre, self.pair)
+            h: Tensor = Activated.apply(pre, self.pair.activation, self.pair.dtype)
             return h
         return rounded(TRUTHS[self.pair.activation], self.pair.dtype)(pre)
 
@@ -280,7 +257,9 @@ class Subject:
         if low is None:
             y = by_expert(rows_SI, weight, self.e_S)
         else:
-            y = _Quantized.apply(rows_SI * w_S1, weight, low, self.e_S, self.pair)
+            y = Quantized.apply(
+                rows_SI * w_S1, weight, low, self.e_S, LOW[self.pair.recipe][1].alignment, self.pair.dtype
+            )
         if "bias" in self.words:
             bias = name.replace("weight", "bias") if "weight" in name else f"{name}_bias"
             y = y + self._stacked(t, bias).flatten(1)[self.e_S] * w_S1
@@ -322,135 +301,3 @@ class Subject:
         assert {round(float(v), 2) for v in mask.unique()} <= {0.0, 1 / (1 - self.pair.dropout)}
         assert not len(mask) or 0.3 < mask.count_nonzero() / mask.numel() < 0.7
         return mask.double()
-
-
-def by_expert(rows_SI: Tensor, w_EOI: Tensor, e_S: Tensor) -> Tensor:
-    """Each row times its expert's weight: [S, O]. Rows come expert by expert."""
-    parts = rows_SI.split(torch.bincount(e_S, minlength=len(w_EOI)).tolist())
-    return torch.cat([part @ w_OI.t() for part, w_OI in zip(parts, w_EOI, strict=True)])
-
-
-def _clamped(alpha: float, limit: float, shift: float, gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = cut(gate, limit), cut(up, limit, -limit)
-    return (up + shift) * gate * torch.sigmoid(alpha * gate)
-
-
-def _gated_gelu(pre: Tensor, approximate: str) -> Tensor:
-    gate, up = pre.chunk(2, -1)
-    return nn.functional.gelu(gate, approximate=approximate) * up
-
-
-INTERLEAVED, HALVES = clamped(1.702, 1.5, 1.0, interleaved=True), clamped(1.3, 1.5, 0.5, interleaved=False)
-TRUTHS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": oracle.swiglu,
-    "geglu": partial(_gated_gelu, approximate="none"),
-    "geglu_tanh": partial(_gated_gelu, approximate="tanh"),
-    "clamped_swiglu": lambda pre: _clamped(1.702, 7.0, 1.0, *pre.chunk(2, -1)),
-    "relu_squared": lambda pre: torch.relu(pre).square(),
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
-    INTERLEAVED: lambda pre: _clamped(1.702, 1.5, 1.0, pre[..., ::2], pre[..., 1::2]),
-    HALVES: lambda pre: _clamped(1.3, 1.5, 0.5, *pre.chunk(2, -1)),
-}
-
-
-class _Rounded(Function):
-    """A known activation on pre-activations as experts in the pair's dtype round them."""
-
-    @staticmethod
-    def forward(ctx: Any, pre: Tensor, pair: Pair) -> Tensor:
-        ctx.activation, ctx.pre = activation_of(pair.activation), pre.to(pair.dtype)
-        return ctx.activation.forward(ctx.pre).double()
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, None]:
-        return ctx.activation.backward(ctx.pre, dh.to(ctx.pre.dtype)).double(), None
-
-
-class _Quantized(Function):
-    """Three products of what a recipe makes of their operands, laid out in aligned segments from Python integers."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_SI: Tensor, w_EOI: Tensor, low: Any, e_S: Tensor, pair: Pair) -> Tensor:
-        alignment, starts = LOW[pair.recipe][1].alignment, [0]
-        counts = torch.bincount(e_S, minlength=pair.experts).tolist()
-        for count in counts:
-            starts.append(starts[-1] + -(-count // alignment) * alignment)
-        place_S = torch.cat([start + torch.arange(n) for start, n in zip(starts, counts, strict=False)])
-        rows, w_EIO = rows_SI.to(pair.dtype), w_EOI.to(pair.dtype).mT
-
-        def made(method: Callable[..., Tensor], values_SC: Tensor, along: str) -> Tensor:
-            spread = values_SC.new_zeros(starts[-1], values_SC.shape[1])
-            spread[place_S] = values_SC
-            return method(spread, torch.tensor(starts), along)[place_S].double()
-
-        ctx.made, ctx.low, ctx.rows, ctx.w, ctx.e_S = made, low, rows, w_EIO, e_S
-        return by_expert(made(low.activation, rows, "row"), low.weight(w_EIO, "in").double().mT, e_S)
-
-    @staticmethod
-    def backward(ctx: Any, d_SO: Tensor) -> tuple[Tensor | None, ...]:
-        d, low = d_SO.to(ctx.rows.dtype), ctx.low
-        back = low.weight(ctx.w, "out").double()
-        dx = by_expert(ctx.made(low.gradient, d, "row"), back, ctx.e_S).to(d.dtype).double()
-        x, d = ctx.made(low.activation, ctx.rows, "column"), ctx.made(low.gradient, d, "column")
-        dw = torch.zeros(ctx.w.shape, dtype=torch.float64).mT.index_add(0, ctx.e_S, torch.einsum("si,so->soi", x, d))
-        return dx, dw, None, None, None
-
-
-def _mlp(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    named = pair.activation if pair.activation in ACTIVATIONS else "swiglu"
-    layer = ExpertMLP(pair.experts, pair.dim, pair.hidden, activation=named, **options)
-    layer.activation = pair.activation
-    return layer, layer.parameter_names[:2]
-
-
-def _linear(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    single = "separate" not in pair.words
-    return GroupedLinear(pair.experts, pair.dim, pair.hidden, single_parameter=single, **options), ("weight",)
-
-
-def _transformer_engine(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    from trimtab.integrations import transformer_engine as te
-
-    layer = te.GroupedLinear(
-        pair.experts, pair.dim, pair.hidden, bias=options["bias"], params_dtype=pair.dtype, device="cpu",
-        fuse_wgrad_accumulation=pair.main_grad != "off", delay_wgrad_compute=pair.delayed,
-        single_grouped_weight=not pair.words & {"separate", "separate_weight"},
-        single_grouped_bias=not pair.words & {"separate", "separate_bias"},
-        recipe=options["recipe"], kernels=options["kernels"],
-    )  # fmt: skip
-    return layer, ("weight",)
-
-
-def _megatron(pair: Pair, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    from integrations.megatron.test_experts import GROUPS, config
-    from trimtab.integrations.megatron.experts import Experts
-
-    made = config(
-        hidden_size=pair.dim, moe_ffn_hidden_size=pair.hidden, add_bias_linear=options["bias"], gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, gradient_accumulation_fusion=pair.main_grad != "off",
-        num_moe_experts=pair.experts,
-    )  # fmt: skip
-    made.delay_wgrad_compute = pair.delayed  # which Megatron's own checks allow with overlapped exchanges alone
-    single = "separate" not in pair.words
-    layer = Experts(pair.experts, made, pg_collection=GROUPS, single_parameter=single).to(pair.dtype)
-    layer.kernels = options["kernels"]
-    return layer, ("linear_fc1.weight", "linear_fc2.weight")
-
-
-@torch.no_grad()
-def _quantize(layer: ExpertMLP, name: str) -> None:
-    """By the public encoder, or as a loader of checkpoints does where there is none: random codes."""
-    if FORMATS[name].quantize:
-        layer.quantize_(name)
-        return
-    layer.quantize_("int8")
-    layer.codes = name, layer.codes[1]  # type: ignore[index]
-    for key in layer.parameter_names[:2]:
-        shape = layer.get_parameter(key).shape
-        codes = torch.randint(0, 120, (*shape[:-1], shape[-1] // FORMATS[name].per_byte), dtype=torch.uint8)
-        scales = torch.full(scales_of(codes.flatten(1, -2), name), 0.02)
-        if FORMATS[name].scales is torch.uint8:
-            scales = scales.fill_(122).to(torch.uint8)
-        setattr(layer, key, nn.Parameter(codes, requires_grad=False))
-        setattr(layer, f"{key}_scales", nn.Parameter(scales, requires_grad=False))

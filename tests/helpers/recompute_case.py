@@ -15,7 +15,7 @@ import trimtab.routing.router as router_module
 from trimtab.autograd import in_backward
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.options import ReplicationConfig
 from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import replay_in_recompute

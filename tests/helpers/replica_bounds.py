@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.dispatch.replication.plan import ReplicationConfig
+from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.replication.rule import cap_of
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from helpers.forks import SERVER
 from mutants import MUTANTS, dispatch_bugs, mutant_named, mutants_named, mutated, score
 from mutants.score import cases_for, score_mutants
 from trimtab.errors import ConfigError
@@ -86,7 +87,7 @@ def test_the_ledger_kills() -> None:
     names = ["weights_applied_twice", "nan_weights_pass", "ddp_experts_x_ep", "empty_rank_leaves"]
     names += ["home_gradient_last", "quota_one_slot_short"]
     scores = score_mutants(seen.append, mutants_named(*names), deadline=5.0)
-    assert not multiprocessing.active_children()
+    assert {process.name for process in multiprocessing.active_children()} <= {SERVER}
     assert scores == seen
     assert [s.name for s in scores if s.killed] == names
     assert scores[0].how.startswith("mismatch: rank 0: y[")

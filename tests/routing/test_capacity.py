@@ -1,4 +1,4 @@
-"""Capacity against counting in Python: who stays, and padding that fills exactly."""
+"""Capacity against counting in Python: who stays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab.decisions import replay
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
-from trimtab.routing.select import drop_over, padding
+from trimtab.routing.select import drop_over
 
 E = 4
 
@@ -40,22 +40,6 @@ def test_the_right_slots_stay(rows: list[list[tuple[int, int]]], room: int, by: 
     assert drop_over(ids, weights, E, room, by).flatten().tolist() == expected
 
 
-@settings(deadline=None, max_examples=100)
-@given(st.integers(0, 9), st.sampled_from([0.5, 1.0, 1.25, 3.0]), st.integers(1, E), st.integers(0, 10**6))
-def test_padding_fills_every_expert(tokens: int, factor: float, k: int, seed: int) -> None:
-    config = RouterConfig(num_experts=E, top_k=k, capacity_factor=factor, pad=True)
-    room = config.room(tokens)
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(-1, E, (tokens, k), generator=g)
-    ids = drop_over(ids, torch.rand(tokens, k, generator=g), E, room, "probability")
-    full = torch.cat((ids, padding(ids, E, room, config.padding)), dim=1)
-    assert ((full >= -1) & (full < E)).all()
-    counts = torch.bincount(full[full >= 0], minlength=E)
-    assert (counts <= room).all()
-    if tokens >= E or tokens == 0:
-        assert counts.tolist() == [room] * E
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 3, 50])
 @pytest.mark.parametrize(
     "options",
@@ -63,7 +47,6 @@ def test_padding_fills_every_expert(tokens: int, factor: float, k: int, seed: in
         {"select": "expert_choice"},
         {"select": "expert_choice", "capacity_factor": 9.0},
         {"capacity_factor": 0.6},
-        {"capacity_factor": 0.6, "pad": True},
         {"capacity_factor": 5.0},
     ],
     ids=str,

@@ -52,8 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run what was asked for; returns 0 if nothing was found, else 1."""
-    if options.repeat < 1 or not 0 < options.deadline < math.inf:
-        raise ConfigError("--repeat must be at least 1, --deadline more than 0, and a number")
+    if options.repeat < 1 or not 0 < options.deadline < math.inf or (options.nproc is not None and options.nproc < 1):
+        raise ConfigError("--repeat and --nproc must be at least 1, --deadline more than 0, and a number")
     from trimtab.verify.cases import plan_cases
     from trimtab.verify.implementation import get_implementation
     from trimtab.verify.ledger import MOST_LOCAL, Ledger

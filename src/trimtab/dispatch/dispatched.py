@@ -6,13 +6,15 @@ Legend: K experts per token, M' rows received, R kept slots received, D model di
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trimtab.dispatch.replication.route import ReplicaRoute
 from trimtab.dispatch.route import DispatchSlots, Route, slots_of
+
+if TYPE_CHECKING:
+    from trimtab.dispatch.replication.route import ReplicaRoute
 
 
 @dataclass(kw_only=True)

@@ -21,10 +21,8 @@ from trimtab.dispatch.dispatched import by_slot
 from trimtab.dispatch.exchange import error_scope
 from trimtab.dispatch.facts import NO_FACTS, CallId, Facts
 from trimtab.dispatch.handshake import count_message
-from trimtab.dispatch.options import CombineMode, check_combine
+from trimtab.dispatch.options import CombineMode, ReplicationConfig, check_combine
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
-from trimtab.dispatch.replication.plan import ReplicaPlan, ReplicationConfig
-from trimtab.dispatch.replication.planner import ReplicaPlanner
 from trimtab.dispatch.route import (
     Combine,
     CombineSlots,
@@ -43,6 +41,8 @@ from trimtab.layout import experts_per_rank
 from trimtab.validation import check_sizes
 
 if TYPE_CHECKING:
+    from trimtab.dispatch.replication.plan import ReplicaPlan
+    from trimtab.dispatch.replication.planner import ReplicaPlanner
     from trimtab.guard.guard import Guard
 
 
@@ -96,8 +96,11 @@ class Dispatcher:
         self._run, self._name = layer_frame(self.layer), checks.name_bytes(self.layer)
         self._etp_guard: Guard | None = getattr(etp, "guard", None)
         self.replicated: ReplicaPlan | None = None
-        self.replication, self._planner = None, None
+        self.replication: ReplicationConfig | None = None
+        self._planner: ReplicaPlanner | None = None
         if replication is not None and transport is not None:
+            from trimtab.dispatch.replication.planner import ReplicaPlanner
+
             self.replication = replication
             self._planner = ReplicaPlanner(replication, num_experts, transport, etp, self._run)
         self._places = self.experts_per_rank * (1 if self._planner is None else 2)

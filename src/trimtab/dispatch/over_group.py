@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.guard.guard import Guard, SharedByCopies
+from trimtab.guard.guard import Guard, SharedWhenCopied
 from trimtab.guard.peers import has_gloo
 from trimtab.kernels.tensor_checks import no_values, row_major
 from trimtab.layout import align_up
@@ -38,7 +38,7 @@ def refuse_without_values(message_PC: Tensor, rank: int) -> None:
         )  # fmt: skip
 
 
-class OverGroup(SharedByCopies):
+class OverGroup(SharedWhenCopied):
     """Base of the transports over a process group; `group` and `guard` as for `AllToAll`. Guarded or
     not, over Gloo the process does not end before its threads are done.
     """

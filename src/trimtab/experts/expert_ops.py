@@ -12,17 +12,18 @@ Legend: M rows, K slots per row, R expert rows, D model dim, I width of the pre-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from trimtab.autograd import without_autocast
-from trimtab.experts.passes import Pass, run_backward, run_forward, run_gradients
 from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.product import Sink
 from trimtab.experts.weight import GroupedWeight, row_flops
 from trimtab.kernels.choose import kernels_of
 from trimtab.operators import operator
+
+if TYPE_CHECKING:
+    from trimtab.experts.mlp_pass import Pass
 
 READS = (
     "Tensor x, Tensor w, Tensor[] up, Tensor[] down, Tensor[] plan, Tensor? seed, str activation, str up_form, "
@@ -35,13 +36,17 @@ def pass_of(
     x: Tensor, w: Tensor, up: Sequence[Tensor], down: Sequence[Tensor], plan: Sequence[Tensor], seed: Tensor | None,
     word: str, up_form: str, down_form: str, kernels: str,
 ) -> Pass:  # fmt: skip
-    """From what all three operators read."""
+    """From what all three operators read. What computes is loaded when it does."""
+    from trimtab.experts.mlp_pass import Pass
+
     of = GroupedWeight.of
     chosen = kernels_of(kernels, x.device, x.dtype)
     return Pass(x, w, of(up, up_form), of(down, down_form), word, ExpertPlan(*plan), chosen, seed)
 
 
 def _forward(*args: Any) -> list[Tensor]:
+    from trimtab.experts.backends import run_forward
+
     *reads, keep = args
     with without_autocast():
         return run_forward(pass_of(*reads), keep)
@@ -60,6 +65,8 @@ def _forward_fake(x: Tensor, w: Tensor, up: Sequence[Tensor], down: Any, plan: A
 def _backward(
     dy: Tensor, kept: Sequence[Tensor], out: Any, wanted: Any, adds: Any, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from trimtab.experts.backends import run_backward
+
     *reads, need_x, later = args
     p = pass_of(*reads)
     nothing = p.x.new_empty(0)
@@ -67,7 +74,7 @@ def _backward(
     if later:
         p.v = p.placed(out)
     else:
-        p.sinks = Sink.of(out, wanted, adds).cut(len(reads[2]))
+        p.write_to(out, wanted, adds)
     with without_autocast():
         dx, dw = run_backward(p, dy, kept, need_x, d_pre)
     return nothing if dx is None else dx, dw, nothing if d_pre is None else d_pre
@@ -82,8 +89,10 @@ def _backward_fake(
 
 
 def _gradients(dy: Tensor, kept: Sequence[Tensor], out: Any, wanted: Any, adds: Any, *reads: Any) -> None:
+    from trimtab.experts.backends import run_gradients
+
     p = pass_of(*reads)
-    p.sinks = Sink.of(out, wanted, adds).cut(len(reads[2]))
+    p.write_to(out, wanted, adds)
     run_gradients(p, dy, kept)
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from trimtab.experts.weight import Form, lying_as
+from trimtab.experts.weight import Form
 from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient
 
 
@@ -41,6 +41,8 @@ class FactorGradient:
         self.param, self.buffer = param, empty_like(shape, dtype=dtype)
 
     def close(self) -> Tensor:
+        from trimtab.experts.lora import lying_as
+
         return lying_as(self.buffer.to(self.param.dtype), self.param)
 
 

@@ -20,8 +20,9 @@ from torch.autograd.function import Function
 
 from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable, without_autocast
 from trimtab.experts.grad_sink import Gradients, GradSink, kinds_of
+from trimtab.experts.lora import filled, seed_of
 from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.product import Product, Sink
+from trimtab.experts.product import Product
 from trimtab.experts.product_ops import (
     product_back_op,
     product_gradients_op,
@@ -30,7 +31,8 @@ from trimtab.experts.product_ops import (
     run_forward,
     run_gradients,
 )
-from trimtab.experts.weight import GroupedWeight, filled, seed_of
+from trimtab.experts.sink import Sink
+from trimtab.experts.weight import GroupedWeight
 from trimtab.experts.weight_grad import anchor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
@@ -131,8 +133,11 @@ class Call:
         )
 
 
-def _forward(ctx: Any, call: Call, x: Tensor, offsets_e: Tensor, seed: Tensor | None, *inputs: Tensor) -> Tensor:
-    """What is saved is the parameters, not their copies in x's dtype: others may want the memory (FSDP2)."""
+def _forward(ctx: Any, *given: Any) -> Tensor:
+    """What is saved is the parameters, not their copies in x's dtype: others may want the memory (FSDP2).
+
+    given: the call, x, offsets_e, the seed and the tensors; see `mlp._forward`."""
+    call, x, offsets_e, seed, *inputs = given
     tensors, low = inputs[: call.count], call.low_precision
     rows = call.rows(x)
     kept: Sequence[Tensor] = (x,) if call.keep and call.reads_rows(call.trained) else ()
@@ -196,7 +201,7 @@ def _quantized(
 ) -> Callable[[Callable[[Gradients], Any]], Any]:  # fmt: skip
     """The parameters' gradients of operands that are quantized now, also where the products come later: scales belong
     to this step."""
-    p.waits, p.sink = [], Sink(wanted, [None] * call.count, [False] * call.count)
+    p.waits, p.sink = [], Sink(wanted)
     rows = tuple(kept) if not call.adapted or not kept else call.rows(kept[0])
     run_gradients(p, rows, d, v)
 

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.experts.weight import LoraFactors, stack_factors
+from trimtab.experts.weight import GroupedWeight, LoraFactors
+
+WHOLE = 8
+"""Ranks are filled up to a multiple with zeros: products on a GPU take rows of 16 bytes."""
 
 
 class ExpertAdapter(nn.Module):
@@ -76,3 +80,57 @@ def factors_of(
             a, b = (params[f"{name}_{kind}"] for kind in "ab")
             found[name].append(LoraFactors(a=a, b=b.flatten(1, -2), scale=adapter.scale, dropout=dropout))
     return {name: stack_factors(each) for name, each in found.items()}
+
+
+def filled(weight: GroupedWeight) -> GroupedWeight:
+    """With factors for each group, of a rank that products take; their gradients flow back by autograd."""
+    lora = weight.lora
+    if lora is None:
+        return weight
+    a, b = lora.a, lora.b
+    if more := -lora.rank % WHOLE:
+        a, b = torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
+    a, b = (t.expand(weight.groups, -1, -1) for t in (a, b))
+    return replace(weight, lora=replace(lora, a=a, b=b))
+
+
+def seed_of(*weights: GroupedWeight) -> Tensor | None:
+    """What dropout's masks of a call are made of, drawn from the default generator; None where nothing is dropped."""
+    if not any(weight.lora is not None and weight.lora.dropout for weight in weights):
+        return None
+    return torch.randint(1 << 60, (), device="cpu")
+
+
+def stack_factors(factors: Sequence[LoraFactors]) -> LoraFactors | None:
+    """One pair of factors that gives the sum of all; None of none. dropout: the largest."""
+    if len(factors) < 2:
+        return next(iter(factors), None)
+    groups = max(max(f.a.shape[0], f.b.shape[0]) for f in factors)
+    scale = factors[0].scale
+    a = torch.cat([f.a.expand(groups, -1, -1) for f in factors], 1)
+    b = torch.cat([(f.b if f.scale == scale else f.b * (f.scale / scale)).expand(groups, -1, -1) for f in factors], 2)
+    return LoraFactors(a=a, b=b, scale=scale, dropout=max(f.dropout for f in factors))
+
+
+def experts_last(factor: Tensor) -> bool:
+    """Whether a factor [e, out, r] lies in memory as [out, r, e], as peft's b does: what turns it as a matrix
+    [out * r, e] takes a third of the time of a copy that is left to strides."""
+    e, _, r = factor.shape
+    return factor.stride() == (1, r * e, e) and not factor.is_contiguous()
+
+
+def experts_first(factor: Tensor, out: Tensor) -> Tensor:
+    """`factor` into `out`, contiguous and perhaps of another dtype."""
+    if not experts_last(factor):
+        return out.copy_(factor)
+    flat = factor.permute(1, 2, 0).reshape(-1, factor.shape[0]).to(out.dtype)
+    out.view(factor.shape[0], -1).copy_(flat.t())
+    return out
+
+
+def lying_as(value: Tensor, like: Tensor) -> Tensor:
+    """A contiguous [e, out, r], with the strides of `like` if experts come last there: its views cost nothing then."""
+    if not experts_last(like):
+        return value
+    e, out, r = value.shape
+    return value.view(e, -1).t().contiguous().view(out, r, e).permute(2, 0, 1)

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable, without_autocast
+from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_ops import experts_backward_op, experts_gradients_op, experts_op
 from trimtab.experts.grad_sink import Gradients, GradSink, kinds_of
-from trimtab.experts.passes import Pass, backward, run_forward
 from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.product import Sink
-from trimtab.experts.weight import GroupedWeight, filled, seed_of
+from trimtab.experts.weight import GroupedWeight
 from trimtab.experts.weight_grad import Defer, anchor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
@@ -81,6 +79,8 @@ def expert_mlp(
         return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
     seed = None
     if up.lora is not None or down.lora is not None:
+        from trimtab.experts.lora import filled, seed_of
+
         up, down, seed = filled(up), filled(down), seed_of(up, down)
     of_up, of_down = up.tensors(), down.tensors()
     tensors = of_up + of_down
@@ -142,25 +142,22 @@ class Call:
         empty_like = torch.empty_like if self.kernels is None else self.kernels.empty_like
         return Gradients(tensors, kinds, wanted, self.sink.main_grad, empty_like)
 
-    def pass_of(self, x: Tensor, w: Tensor, tensors: Sequence[Tensor], plan: Sequence[Tensor], seed: Any) -> Pass:
-        """Of a recipe's products, which are in no operator."""
-        assert self.kernels is not None
-        up = GroupedWeight.of(tensors[: self.first], self.up_form)
-        down = GroupedWeight.of(tensors[self.first : self.count], self.down_form)
-        return Pass(x, w, up, down, self.word, ExpertPlan(*plan), self.kernels, seed, self.low_precision)
-
     def delayed_reads(self, x: Tensor, dy: Tensor, w: Tensor) -> list[Tensor]:
         """Of the rows, and of what the gradients of down are made of, what delayed work will read."""
         return [x] * any(self.trained[: self.first]) + [dy, w] * any(self.trained[self.first :])
 
 
-def _forward(ctx: Any, call: Call, x: Tensor, w_MK: Tensor, *tensors: Tensor) -> Tensor:
+def _forward(ctx: Any, *given: Any) -> Tensor:
+    """given: the call, x, w_MK and the tensors. By one name: Dynamo takes a forward of as many names as it is given
+    arguments for one without a context."""
+    call, x, w_MK, *tensors = given
     y: Tensor
     if call.low_precision is None:
         y, *kept = experts_op(*call.reads(x, w_MK, tensors, call.plan, call.seed), call.keep)
     else:
-        with without_autocast():
-            y, *kept = run_forward(call.pass_of(x, w_MK, tensors, call.plan, call.seed), call.keep)
+        from trimtab.experts.recipe_pass import recipe_forward
+
+        y, *kept = recipe_forward(call, x, w_MK, tensors)
     ctx.call = call
     ctx.save_for_backward(x, w_MK, call.seed, *call.plan, *tensors[: call.count], *kept)
     return y
@@ -175,7 +172,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     found: Sequence[Tensor | None] = [None] * len(needs)
     defer = call.sink.defer
     if call.low_precision is not None:
-        dx, dw, found = _by_recipe(call, dy, kept, call.pass_of(x, w_MK, tensors, plan, seed), tensors, needs, need_x)
+        from trimtab.experts.recipe_pass import recipe_backward
+
+        dx, dw, found = recipe_backward(call, dy, kept, (x, w_MK, tensors, plan, seed), needs, need_x)
     elif defer is None:
         reads, grads = call.reads(x, w_MK, tensors, plan, seed), call.gradients(call.owned or tensors, needs)
         dx, dw, _ = experts_backward_op(dy, kept, *grads.buffers(), *reads, need_x, False)
@@ -202,35 +201,6 @@ def _later(
     x, w_MK, *_ = reads
     defer(job, call.delayed_reads(x, dy, w_MK))
     return dx, dw
-
-
-def _by_recipe(
-    call: Call, dy: Tensor, kept: Sequence[Tensor], p: Pass, tensors: Sequence[Tensor], needs: Sequence[bool],
-    need_x: bool,
-) -> tuple[Tensor | None, Tensor, Sequence[Tensor | None]]:  # fmt: skip
-    """Operands are quantized now, also where they are multiplied later."""
-    defer, owned = call.sink.defer, call.owned or tensors
-    wanted = needs if defer is None else call.trained
-    p.u = p.placed(kept[1:])
-    if defer is None:
-        grads = call.gradients(owned, wanted)
-        p.sinks = Sink.of(*grads.buffers()).cut(call.first)
-        dx, dw = backward(p, dy, kept[0], need_x, None)
-        return dx, dw, grads.close()
-    jobs = p.waits = []
-    sinks = p.sinks = Sink(wanted, [None] * call.count, [False] * call.count).cut(call.first)
-    dx, dw = backward(p, dy, kept[0], need_x, None)
-
-    def job() -> list[tuple[Tensor, Tensor]]:
-        grads = call.gradients(owned, wanted)
-        for sink, made in zip(sinks, Sink.of(*grads.buffers()).cut(call.first), strict=True):
-            sink.into, sink.adds = made.into, made.adds
-        while jobs:
-            jobs.pop(0)()
-        return grads.deliver()
-
-    defer(job, ())  # it reads copies
-    return dx, dw, [None] * len(needs)
 
 
 class _Experts(Function):

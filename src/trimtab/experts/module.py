@@ -20,8 +20,7 @@ from trimtab.experts.grad_sink import GradSink
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts, plan_for
-from trimtab.experts.quantized import quantized, values_per_byte
-from trimtab.experts.weight import GroupedWeight, LoraFactors
+from trimtab.experts.weight import GroupedWeight, LoraFactors, Weights
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.tensor_checks import dense, described
@@ -30,10 +29,6 @@ from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, hold
 if TYPE_CHECKING:
     from trimtab.experts.recipes.base import Recipe
     from trimtab.experts.replicated import Replicas
-
-
-Weights = tuple[GroupedWeight, GroupedWeight]
-"""Up and down."""
 
 
 def check_activation(name: str) -> None:
@@ -127,6 +122,8 @@ class ExpertMLP(GroupedModule):
             ConfigError: they have codes already or are sharded, there is no encoder for the format, or its blocks do
                 not divide D and F.
         """
+        from trimtab.experts.quantized import quantized
+
         weights = {key: getattr(self, key) for key in (self._up, "down")}
         if self.codes is not None or not all(dense(weight) for weight in weights.values()):
             raise ConfigError("experts are quantized once, before parallelize", phase="experts")
@@ -169,11 +166,11 @@ class ExpertMLP(GroupedModule):
     def stands_for(self, name: str) -> tuple[Sequence[int], torch.dtype]:
         """The shape and the dtype of a weight, or of what its codes stand for."""
         shape, dtype = super().stands_for(name)
-        return (
-            (shape, dtype)
-            if self.codes is None
-            else ((*shape[:-1], shape[-1] * values_per_byte(self.codes[0])), self.codes[1])
-        )
+        if self.codes is None:
+            return shape, dtype
+        from trimtab.experts.quantized import values_per_byte
+
+        return (*shape[:-1], shape[-1] * values_per_byte(self.codes[0])), self.codes[1]
 
     @property
     def scale_names(self) -> tuple[str, ...]:
@@ -222,26 +219,13 @@ class ExpertMLP(GroupedModule):
 
     @not_in_graphs
     def run_with_replicas(
-        self,
-        weights: Weights,
-        x_MD: Tensor,
-        ids_MK: Tensor,
-        w_MK: Tensor,
-        replicas: Replicas,
+        self, weights: Weights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, replicas: Replicas,
         num_slots: int | None = None,
-    ) -> Tensor:
-        """`run` of the weights and of replicas. num_slots: a bound for each of both, where `replicas` does not know."""
-        from trimtab.experts.replicated import check_replicable, replicate
+    ) -> Tensor:  # fmt: skip
+        """`run` of the weights and of replicas, see `trimtab.experts.replicated.run_with_replicas`."""
+        from trimtab.experts.replicated import run_with_replicas
 
-        check_replicable(self)
-        x_MD, home, of_others = replicate(replicas, x_MD, *weights, self.main_grad)
-        of_home = replicas.num_home_slots if num_slots is None else num_slots
-        y = self.run(home, x_MD, ids_MK, w_MK, of_home)
-        if not replicas.number:
-            return y
-        of_replicas = replicas.num_slots if num_slots is None else num_slots
-        first = home[0].groups
-        return y.add_(self.run(of_others, x_MD, ids_MK - first, w_MK, of_replicas, "off"))
+        return run_with_replicas(self, weights, x_MD, ids_MK, w_MK, replicas, num_slots)
 
     def run(
         self, weights: Weights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None = None,

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from trimtab.errors import InputError
 from trimtab.experts.activations import ClampedSwiGLU, activation_of
-from trimtab.experts.passes import Pass
-from trimtab.experts.product import cast, joined, with_rows
-from trimtab.experts.quantized import every_code
-from trimtab.experts.weight import experts_first
+from trimtab.experts.lora import experts_first
+from trimtab.experts.matrix import cast, joined, with_rows
+from trimtab.experts.mlp_pass import Pass
 from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
 from trimtab.kernels.tensor_checks import apart
@@ -57,6 +56,7 @@ def _passed(kernels: CompiledKernels) -> bool:
     """Whether their adapters and codes give the right numbers, tested before the first use. Says so if not."""
 
     def find(kernels: CompiledKernels) -> str | None:
+        from trimtab.experts.quantized import every_code
         from trimtab.kernels.expert_check import first_lora_fault
 
         # In a thread of its own: modes of the caller see nothing of it.

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.experts.passes import Pass
+from trimtab.experts.matrix import by_row, cast, joined
+from trimtab.experts.mlp_pass import Pass
 from trimtab.experts.plan import slot_grads, slot_weights
-from trimtab.experts.product import by_row, cast, joined
 from trimtab.kernels.api import put
 from trimtab.kernels.triton.backend import TritonBackend
 from trimtab.kernels.triton.moves import combine

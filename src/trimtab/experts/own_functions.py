@@ -9,7 +9,7 @@ Legend: M rows, K slots per row, R expert rows, D model dim, I width of the pre-
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from trimtab.experts.grad_sink import GradSink
 from trimtab.experts.grouped_product import grouped_product
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight import GroupedWeight
-from trimtab.experts.weight_grad import DelayedTogether
+from trimtab.experts.weight_grad import Defer, WgradJob, unchanged
 from trimtab.kernels.api import Backend
 
 if TYPE_CHECKING:
@@ -49,3 +49,22 @@ def by_products(
     if together is not None and y.requires_grad:
         y.register_hook(together.begin)  # type: ignore[no-untyped-call]
     return y
+
+
+class DelayedTogether:
+    """One job of what several functions of one call leave in a backward.
+
+    Args:
+        defer: takes it.
+    """
+
+    def __init__(self, defer: Defer) -> None:
+        self._defer, self._jobs = defer, list[WgradJob]()
+
+    def begin(self, dy: Tensor) -> None:
+        """Called with the gradient of the call's result, before any of its functions."""
+        jobs = self._jobs = []
+        self._defer(lambda: [found for job in jobs for found in job()], ())
+
+    def __call__(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
+        self._jobs.append(unchanged(job, reads))

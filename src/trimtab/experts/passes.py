@@ -16,104 +16,13 @@ Legend: M rows, K slots per row, R expert rows, D model dim, I width of the pre-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
 from torch import Tensor
 
-from trimtab.experts.activations import Activation, activation_of
-from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
-from trimtab.experts.product import Product, Sink, blocks_of, row_dot
-from trimtab.experts.weight import GroupedWeight
-from trimtab.kernels.api import Backend, Block
-from trimtab.kernels.rows import combine_rows, gather_padded
-
-if TYPE_CHECKING:
-    from trimtab.experts.low_precision import LowPrecisionProducts
-
-
-@dataclass(slots=True, eq=False)
-class Pass:
-    """What a pass reads and where it writes.
-
-    x: [M, D] in the dtype that is computed in. w: [M, K] in float32 or wider. up, down: in the model's dtype, `filled`.
-    word: the activation's. seed: [] int64, of dropout's masks. low_precision: a recipe's products with up and with
-    down; the plan's segments are aligned for them. waits: see `Product`. The pairs are of up and of down:
-
-    u: see `Product.u`. v: [R, r] scale * d b, where gradients come later. sinks: where gradients go.
-    """
-
-    x: Tensor
-    w: Tensor
-    up: GroupedWeight
-    down: GroupedWeight
-    word: str
-    plan: ExpertPlan
-    kernels: Backend
-    seed: Tensor | None = None
-    low_precision: tuple[LowPrecisionProducts, LowPrecisionProducts] | None = None
-    u: Sequence[Tensor | None] = (None, None)
-    v: Sequence[Tensor | None] = (None, None)
-    sinks: tuple[Sink | None, Sink | None] = (None, None)
-    waits: list[Callable[[], None]] | None = None
-    up_product: Product = field(init=False)
-    down_product: Product = field(init=False)
-    w_R1: Tensor = field(init=False)
-
-    @property
-    def activation(self) -> Activation:
-        return activation_of(self.word)
-
-    @property
-    def adapted(self) -> bool:
-        """Whether up or down has an adapter."""
-        return self.up.lora is not None or self.down.lora is not None
-
-    def thin_rows(self) -> list[Tensor]:
-        """Memory [R, r] for each adapter."""
-        rows, offsets_e = self.plan.row_R.shape[0], self.plan.offsets_e
-        ranks = [weight.lora.rank for weight in (self.up, self.down) if weight.lora is not None]
-        return [self.kernels.empty_rows(rows, rank, self.x.dtype, offsets_e) for rank in ranks]
-
-    def placed(self, thin: Sequence[Tensor]) -> list[Tensor | None]:
-        """Such memory by its place."""
-        rest = iter(thin)
-        return [next(rest) if weight.lora is not None else None for weight in (self.up, self.down)]
-
-    def begin(self) -> tuple[Product, Product, bool]:
-        """The two products, and whether hidden rows are weighted: else sums of rows are."""
-        low, dtype = self.low_precision or (None, None), self.x.dtype
-        each = {"kernels": self.kernels, "dtype": dtype, "offsets_e": self.plan.offsets_e, "waits": self.waits}
-        seed = None if self.seed is None else int(self.seed)
-        other = None if seed is None else seed ^ (1 << 61)
-        up = Product(self.up, u=self.u[0], seed=seed, sink=self.sinks[0], low_precision=low[0], **each)  # type: ignore[arg-type]
-        w_R1 = self.w_R1 = slot_weights(self.w, self.plan).to(up.wide)
-        folded = low[0] is not None or not (up.direct and self.kernels.weighs_sums)
-        down = Product(
-            self.down, w_R1=w_R1, weighted=folded, u=self.u[1], seed=other, sink=self.sinks[1], low_precision=low[1],
-            **each,  # type: ignore[arg-type]
-        )  # fmt: skip
-        self.up_product, self.down_product = up, down
-        return up, down, folded
-
-    def blocks(self) -> Iterator[Block]:
-        rows, low = self.plan.row_R.shape[0], self.low_precision is not None
-        return blocks_of(
-            self.kernels, self.plan.offsets_e, rows, self.x.dtype, self.up, self.down, low_precision=low
-        )  # fmt: skip
-
-    def gather(self, x: Tensor, block: Block) -> Tensor:
-        index_R = self.plan.row_R[block.rows]
-        if self.low_precision is not None:
-            return gather_padded(x, index_R)
-        return self.kernels.gather(x, index_R).to(self.up_product.wide)
-
-    def rows_of(self, width: int) -> Tensor | None:
-        """Where blocks leave what is for all rows; None where there is one block, whose results these are."""
-        if self.kernels.whole or self.low_precision is not None:
-            return None
-        return self.kernels.empty_rows(self.plan.row_R.shape[0], width, self.x.dtype, self.plan.offsets_e)
+from trimtab.experts.matrix import row_dot
+from trimtab.experts.mlp_pass import Pass
+from trimtab.experts.plan import slot_grads
+from trimtab.kernels.api import Block
+from trimtab.kernels.rows import combine_rows
 
 
 def forward(p: Pass, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -198,48 +107,3 @@ def gradients(p: Pass, dy: Tensor, pre: Tensor, d_pre_RI: Tensor) -> None:
         if up.trains:
             v = None if v_up is None else v_up[block.rows].to(up.wide)
             up.gradients(p.gather(p.x, block), d_pre_RI[block.rows].to(up.wide), v, block)
-
-
-def backend_of(p: Pass, later: bool = False) -> Any:
-    """The module that computes it: the first that covers it. later: weight gradients come in a call of their own."""
-    name = "" if p.low_precision is not None else p.kernels.name
-    if name == "cpu":
-        from trimtab.experts import on_cpu
-
-        if on_cpu.covers(p):
-            return on_cpu
-    if name == "triton" and not later:
-        from trimtab.experts import on_triton
-
-        if on_triton.covers(p):
-            return on_triton
-    from trimtab.experts import passes
-
-    return passes
-
-
-def run_forward(p: Pass, keep: bool) -> list[Tensor]:
-    """y, and with `keep` what a backward needs: the pre-activations, and `u` of each adapter."""
-    thin = p.thin_rows() if keep else []
-    if thin:
-        p.u = p.placed(thin)
-    y, pre = backend_of(p).forward(p, keep)
-    return [y, pre, *thin] if keep else [y]
-
-
-def run_backward(
-    p: Pass, dy: Tensor, kept: Sequence[Tensor], need_x: bool, d_pre: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
-    """`backward`, of what `run_forward` kept."""
-    if p.adapted:
-        p.u = p.placed(kept[1:])
-    dx, dw = backend_of(p, d_pre is not None).backward(p, dy, kept[0], need_x, d_pre)
-    return dx, dw
-
-
-def run_gradients(p: Pass, dy: Tensor, kept: Sequence[Tensor]) -> None:
-    """`gradients`, of what `run_forward` kept, of d_pre and of `v` of each adapter."""
-    pre, *thin = kept
-    count = len(thin) // 2  # u, then d_pre, then v
-    p.u, p.v = p.placed(thin[:count]), p.placed(thin[count + 1 :])
-    backend_of(p, later=True).gradients(p, dy, pre, thin[count])

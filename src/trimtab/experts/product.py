@@ -12,7 +12,7 @@ Legend: R rows of all groups, n rows of a block, e groups, r rank of an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,67 +21,16 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import BackendError
+from trimtab.experts.matrix import by_row, cast, joined, row_dot, with_rows
 from trimtab.experts.quantized import decoded, values_per_byte
+from trimtab.experts.sink import Sink, put_each
 from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.kernels.api import Backend, Block, put
-from trimtab.kernels.compiled import at_once
-from trimtab.kernels.tensor_checks import no_values
 
 if TYPE_CHECKING:
-    from trimtab.experts.low_precision import LowPrecisionProducts
-
-TOGETHER, AT_ONCE = 256, 2048
-"""Rows in all of the groups that may share a block: the calls between products cost more than the work. The second
-where one call takes all."""
+    from trimtab.experts.recipes.base import Products
 
 Rows = Tensor | tuple[Tensor, ...] | None
-
-
-@dataclass(slots=True, eq=False)
-class Sink:
-    """Where the gradients of a weight's tensors go, in the order of `GroupedWeight.tensors`.
-
-    wanted: which are asked for. into: where those are written, None elsewhere, and everywhere as long as products wait.
-    adds: whether they are added to what is there.
-    """
-
-    wanted: Sequence[bool]
-    into: Sequence[Tensor | None]
-    adds: Sequence[bool]
-
-    @classmethod
-    def of(cls, out: Sequence[Tensor], wanted: Sequence[bool], adds: Sequence[bool]) -> Sink:
-        """From the lists that operators take: `out` and `adds` have an entry for each one that is wanted."""
-        sink = cls(wanted, [None] * len(wanted), [False] * len(wanted))
-        sink.fill(out, adds)
-        return sink
-
-    def fill(self, out: Sequence[Tensor], adds: Sequence[bool]) -> None:
-        buffers, flags = iter(out), iter(adds)
-        self.into = [next(buffers) if want else None for want in self.wanted]
-        self.adds = [next(flags) if want else False for want in self.wanted]
-
-    def cut(self, count: int) -> tuple[Sink, Sink]:
-        """Of the first `count` tensors, and of the others."""
-        first, rest = slice(count), slice(count, None)
-        return (
-            Sink(self.wanted[first], self.into[first], self.adds[first]),
-            Sink(self.wanted[rest], self.into[rest], self.adds[rest]),
-        )
-
-
-def blocks_of(
-    kernels: Backend, offsets_e: Tensor, rows: int, dtype: torch.dtype, *weights: GroupedWeight,
-    low_precision: bool = False, together: int = TOGETHER, at_once_rows: int = AT_ONCE,
-) -> Iterator[Block]:  # fmt: skip
-    """The blocks that rows and weights are worked on in, the same in the forward and in the backward: whole under a
-    recipe, one group each where a weight is codes or lies in a tensor for each group."""
-    if low_precision:
-        return kernels.blocks(offsets_e, rows, rows + 1)
-    if any(weight.format or not weight.stacked for weight in weights):
-        return kernels.blocks(offsets_e, rows)
-    many = at_once(kernels, *(weight.values[0] for weight in weights), dtype=dtype)
-    return kernels.blocks(offsets_e, rows, at_once_rows if many else together)
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +47,7 @@ class Product:
         u: [R, r] scale * dropout(x) a^T with the rows' weights: written in the forward, read in gradients; or None.
         seed: of dropout's masks, which are those of (seed, first row of the block) in every pass.
         sink: where gradients go.
-        low_precision: a recipe's products.
+        low_precision: a recipe's `LowPrecisionProducts`, or None.
         waits: takes the gradients' products, whose operands are quantized now, where they are made later.
     """
 
@@ -111,7 +60,7 @@ class Product:
     u: Tensor | None = None
     seed: int | None = None
     sink: Sink | None = None
-    low_precision: LowPrecisionProducts | None = None
+    low_precision: Products | None = None
     waits: list[Callable[[], None]] | None = None
     wide: torch.dtype = field(init=False)
     direct: bool = field(init=False)
@@ -350,48 +299,3 @@ class Product:
             return wide
         own = joined(scales)[block.experts]
         return decoded(codes, own, weight.format, self.dtype, self.kernels.empty_like(wide))
-
-
-def joined(weight: Tensor) -> Tensor:
-    """A weight [e, 2, F, A] of a gate and up as [e, 2F, A]; others as they are."""
-    return weight.flatten(1, 2) if weight.ndim == 4 else weight
-
-
-def by_row(weight_eBA: Tensor, transposed: bool) -> Tensor:
-    """A weight, or a part of one, as [e, in, out]."""
-    return weight_eBA if transposed else weight_eBA.transpose(1, 2)
-
-
-def put_each(targets: Sequence[Tensor | None], values: Sequence[Tensor], adds: Sequence[bool]) -> None:
-    """`put` each that there is a target for."""
-    for target, value, add in zip(targets, values, adds, strict=True):
-        if target is not None:
-            put(target, value, add)
-
-
-def with_rows(offsets_e: Tensor) -> list[slice] | None:
-    """The experts whose segments have rows, in runs of neighbours; None where the host cannot tell at once."""
-    if offsets_e.device.type != "cpu" or no_values(offsets_e.device):
-        return None
-    runs: list[slice] = []
-    for expert in offsets_e.diff().nonzero().flatten().tolist():
-        if runs and runs[-1].stop == expert:
-            runs[-1] = slice(runs[-1].start, expert + 1)
-        else:
-            runs.append(slice(expert, expert + 1))
-    return runs
-
-
-def cast(weight_eAB: Tensor, dtype: torch.dtype, kernels: Backend, runs: Sequence[slice] | None = None) -> Tensor:
-    """The weight itself where it has `dtype`, else a copy: of the experts in `runs`, the others' memory not set."""
-    if weight_eAB.dtype == dtype:
-        return weight_eAB
-    made = kernels.empty_like(weight_eAB, dtype)
-    for run in [slice(None)] if runs is None else runs:
-        made[run].copy_(weight_eAB[run])
-    return made
-
-
-def row_dot(a_RF: Tensor, b_RF: Tensor) -> Tensor:
-    """Row-wise dot products in at least float32: [R]."""
-    return (a_RF * b_RF).sum(-1, dtype=torch.promote_types(a_RF.dtype, torch.float32))

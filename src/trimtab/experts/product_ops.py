@@ -18,7 +18,9 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.autograd import without_autocast
-from trimtab.experts.product import Product, Sink, blocks_of
+from trimtab.experts.matrix import blocks_of
+from trimtab.experts.product import Product
+from trimtab.experts.sink import Sink
 from trimtab.experts.weight import GroupedWeight, row_flops
 from trimtab.kernels.api import Block
 from trimtab.kernels.choose import kernels_of

@@ -23,11 +23,8 @@ from torch.autograd.function import Function
 from trimtab.autograd import eager_backward, needed
 from trimtab.errors import ConfigError
 from trimtab.experts.grouped_module import GroupedModule
-from trimtab.experts.weight import GroupedWeight
+from trimtab.experts.weight import GroupedWeight, Weights
 from trimtab.experts.weight_grad import MAIN_GRAD_NAMES, MainGradMode, WeightGradient
-
-Weights = tuple[GroupedWeight, GroupedWeight]
-"""Up and down."""
 
 
 class Replicas(Protocol):
@@ -85,6 +82,23 @@ def replicate(
         home[i], others[i] = here, copy
     of_home, of_replicas = ((up.rebuilt(each[:first]), down.rebuilt(each[first:])) for each in (home, others))
     return x_MD, of_home, of_replicas
+
+
+def run_with_replicas(
+    experts: Any, weights: Weights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, replicas: Replicas,
+    num_slots: int | None,
+) -> Tensor:  # fmt: skip
+    """`run` of an `ExpertMLP` with the weights at home plus that with the replicas'. Collective.
+
+    num_slots: a bound for each of both, where `replicas` does not know those of the rows.
+    """
+    check_replicable(experts)
+    x_MD, home, others = replicate(replicas, x_MD, *weights, experts.main_grad)
+    y: Tensor = experts.run(home, x_MD, ids_MK, w_MK, replicas.num_home_slots if num_slots is None else num_slots)
+    if not replicas.number:
+        return y
+    bound = replicas.num_slots if num_slots is None else num_slots
+    return y.add_(experts.run(others, x_MD, ids_MK - home[0].groups, w_MK, bound, "off"))
 
 
 def tied(

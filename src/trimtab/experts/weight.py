@@ -11,7 +11,7 @@ Legend: e groups (experts), r rank of an adapter.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -20,10 +20,6 @@ import torch
 from torch import Tensor
 
 from trimtab.autograd import computed_in
-from trimtab.experts.quantized import values_per_byte
-
-WHOLE = 8
-"""Ranks are filled up to a multiple with zeros: products on a GPU take rows of 16 bytes."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -109,7 +105,7 @@ class GroupedWeight:
         """Width of the rows."""
         shape = self.values[0].shape
         width = shape[-2] if self.transposed else shape[-1]
-        return width * values_per_byte(self.format) if self.format else width
+        return width * _values_per_byte(self.format)
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -149,6 +145,10 @@ class GroupedWeight:
         return self.rebuilt([change(t) if apart or t.shape[0] == groups else t for t in self.tensors()])
 
 
+Weights = tuple[GroupedWeight, GroupedWeight]
+"""Of an expert MLP: up and down."""
+
+
 def _made(tensors: Sequence[Tensor], f: Form) -> GroupedWeight:
     if len(tensors) == 1:
         return GroupedWeight(values=(tensors[0],), transposed=f.transposed)
@@ -164,62 +164,16 @@ def _made(tensors: Sequence[Tensor], f: Form) -> GroupedWeight:
     return weight
 
 
+def _values_per_byte(format: str) -> int:
+    if not format:  # as nearly always
+        return 1
+    from trimtab.experts.quantized import values_per_byte
+
+    return values_per_byte(format)
+
+
 def row_flops(shapes: Sequence[Sequence[int]], form: str) -> tuple[int, int, int]:
     """Multiplications of one row with the values, with `a` and with `b`, from the shapes of `GroupedWeight.tensors`."""
     f = form_of(form)
-    own = prod(shapes[0] if f.values else shapes[0][1:]) * values_per_byte(f.format)
+    own = prod(shapes[0] if f.values else shapes[0][1:]) * _values_per_byte(f.format)
     return (own, 0, 0) if f.lora is None else (own, prod(shapes[-2][1:]), prod(shapes[-1][1:]))
-
-
-def filled(weight: GroupedWeight) -> GroupedWeight:
-    """With factors for each group, of a rank that products take; their gradients flow back by autograd."""
-    lora = weight.lora
-    if lora is None:
-        return weight
-    a, b = lora.a, lora.b
-    if more := -lora.rank % WHOLE:
-        a, b = torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
-    a, b = (t.expand(weight.groups, -1, -1) for t in (a, b))
-    return replace(weight, lora=replace(lora, a=a, b=b))
-
-
-def seed_of(*weights: GroupedWeight) -> Tensor | None:
-    """What dropout's masks of a call are made of, drawn from the default generator; None where nothing is dropped."""
-    if not any(weight.lora is not None and weight.lora.dropout for weight in weights):
-        return None
-    return torch.randint(1 << 60, (), device="cpu")
-
-
-def stack_factors(factors: Sequence[LoraFactors]) -> LoraFactors | None:
-    """One pair of factors that gives the sum of all; None of none. dropout: the largest."""
-    if len(factors) < 2:
-        return next(iter(factors), None)
-    groups = max(max(f.a.shape[0], f.b.shape[0]) for f in factors)
-    scale = factors[0].scale
-    a = torch.cat([f.a.expand(groups, -1, -1) for f in factors], 1)
-    b = torch.cat([(f.b if f.scale == scale else f.b * (f.scale / scale)).expand(groups, -1, -1) for f in factors], 2)
-    return LoraFactors(a=a, b=b, scale=scale, dropout=max(f.dropout for f in factors))
-
-
-def experts_last(factor: Tensor) -> bool:
-    """Whether a factor [e, out, r] lies in memory as [out, r, e], as peft's b does: what turns it as a matrix
-    [out * r, e] takes a third of the time of a copy that is left to strides."""
-    e, _, r = factor.shape
-    return factor.stride() == (1, r * e, e) and not factor.is_contiguous()
-
-
-def experts_first(factor: Tensor, out: Tensor) -> Tensor:
-    """`factor` into `out`, contiguous and perhaps of another dtype."""
-    if not experts_last(factor):
-        return out.copy_(factor)
-    flat = factor.permute(1, 2, 0).reshape(-1, factor.shape[0]).to(out.dtype)
-    out.view(factor.shape[0], -1).copy_(flat.t())
-    return out
-
-
-def lying_as(value: Tensor, like: Tensor) -> Tensor:
-    """A contiguous [e, out, r], with the strides of `like` if experts come last there: its views cost nothing then."""
-    if not experts_last(like):
-        return value
-    e, out, r = value.shape
-    return value.view(e, -1).t().contiguous().view(out, r, e).permute(2, 0, 1)

@@ -137,25 +137,6 @@ class DelayedGradients:
         torch.autograd.backward([param for param, _ in found], [gradient for _, gradient in found])
 
 
-class DelayedTogether:
-    """One job of what several functions of one call leave in a backward.
-
-    Args:
-        defer: takes it.
-    """
-
-    def __init__(self, defer: Defer) -> None:
-        self._defer, self._jobs = defer, list[WgradJob]()
-
-    def begin(self, dy: Tensor) -> None:
-        """Called with the gradient of the call's result, before any of its functions."""
-        jobs = self._jobs = []
-        self._defer(lambda: [found for job in jobs for found in job()], ())
-
-    def __call__(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
-        self._jobs.append(unchanged(job, reads))
-
-
 def unchanged(job: WgradJob, reads: Sequence[Tensor]) -> WgradJob:
     """The job, which raises InputError if a tensor that it reads was changed in place meanwhile."""
     versions = [(t, t._version) for t in reads if not t.is_inference()]

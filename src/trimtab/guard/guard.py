@@ -48,14 +48,14 @@ class Waiting(Protocol):
         """True once it has ended, well or not."""
 
 
-class SharedByCopies:
-    """Holds process groups, which can be neither copied nor pickled: copies of a layer share the object."""
+class SharedWhenCopied:
+    """Holds process groups, which can be neither copied nor pickled: a copied layer shares the object."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
-class Guard(SharedByCopies):
+class Guard(SharedWhenCopied):
     """Watches over one process group. Made by a transport, or by hand and given to several transports of one group.
 
     Args:

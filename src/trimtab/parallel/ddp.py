@@ -130,7 +130,7 @@ class _ExpertReducer:
                 param.requires_grad_(trained)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ExpertReducer:
-        """For the copies of the parameters, over the same group."""
+        """For copied parameters, over the same group."""
         return _ExpertReducer(self.group, *copy.deepcopy(self.params, memo))
 
     def before_forward(self, wrapped: nn.Module, _: Any) -> None:

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.options import CombineMode, ExchangeOptions
-from trimtab.dispatch.replication.plan import COPY_COST, Replication
+from trimtab.dispatch.options import COPY_COST, CombineMode, ExchangeOptions, Replication
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError

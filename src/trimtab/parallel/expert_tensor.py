@@ -83,7 +83,7 @@ class ExpertTensorGroup:
 
 
 def _to_every_rank(rows: int, ranks: int, device: torch.device) -> RankPlan:
-    copies = torch.arange(rows * ranks, device=device)
+    sent_M = torch.arange(rows * ranks, device=device)
     indptr = torch.arange(0, rows * ranks + 1, ranks, device=device)
-    token_csr = Csr(indices=copies.view(ranks, rows).T.reshape(-1), indptr=indptr)
-    return RankPlan(row_token_M=copies % max(rows, 1), token_csr=token_csr, slot_csr=None)
+    token_csr = Csr(indices=sent_M.view(ranks, rows).T.reshape(-1), indptr=indptr)
+    return RankPlan(row_token_M=sent_M % max(rows, 1), token_csr=token_csr, slot_csr=None)

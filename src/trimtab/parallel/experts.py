@@ -24,10 +24,10 @@ from torch.distributed.tensor.placement_types import Placement
 from trimtab.autograd import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.lora import ExpertAdapter, factors_of, in_use
-from trimtab.experts.module import ExpertMLP, Weights
+from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS
 from trimtab.experts.replicated import Replicas
-from trimtab.experts.weight import LoraFactors
+from trimtab.experts.weight import LoraFactors, Weights
 from trimtab.experts.weight_grad import MAIN_GRAD_NAMES
 from trimtab.layout import experts_per_rank
 from trimtab.parallel.adapters import cut_adapter, summed_over_copies

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from trimtab.errors import ConfigError
-from trimtab.guard.guard import SharedByCopies
+from trimtab.guard.guard import SharedWhenCopied
 from trimtab.routing.losses import LossGroups
 
 
@@ -52,7 +52,7 @@ def check_meshes(**meshes: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertMesh(SharedByCopies):
+class ExpertMesh(SharedWhenCopied):
     """The mesh of experts: a slice of one dim (ep), or of two with `etp` naming the one that splits F."""
 
     mesh: DeviceMesh
@@ -85,7 +85,7 @@ class ExpertMesh(SharedByCopies):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenMeshes(SharedByCopies):
+class TokenMeshes(SharedWhenCopied):
     """tp, cp: one dim each. data: one or two dims, with cp's ranks among its own; None where none is known but cp."""
 
     tp: DeviceMesh | None = None

@@ -50,9 +50,6 @@ class RouterConfig:
             With expert choice it is how many an expert picks, factor 1 if None. It holds in `eval()` as well: what a
             token gets then depends on those beside it. To serve one by one as in a batch, None.
         drop: which slots stay when there are too many, those of the largest weight or of the first tokens.
-        pad: experts with room get slots of weight 0 up to the capacity, so that with T >= E the number of slots does
-            not depend on the routing. Takes ceil(factor * K) + 1 columns more, of any tokens: an expert whose output on
-            one of them is not finite makes it NaN, for 0 times infinity is.
         jitter: while training, inputs are multiplied by uniform(1 - jitter, 1 + jitter).
 
     Raises:
@@ -78,7 +75,6 @@ class RouterConfig:
     z_loss: float = 0.0
     capacity_factor: float | None = None
     drop: Literal["probability", "position"] = "probability"
-    pad: bool = False
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
@@ -89,7 +85,7 @@ class RouterConfig:
         for name, known in (*named, ("bias_rule", BIAS_RULES)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not one of {known}")
-        check_flags(normalize=self.normalize, bias=self.bias, pad=self.pad)
+        check_flags(normalize=self.normalize, bias=self.bias)
         check_sizes(groups=self.groups, top_groups=self.top_groups, sinkhorn_iterations=self.sinkhorn_iterations)
         for name in ("scale", "bias_rate", "jitter", *COEFFICIENTS):
             if not is_finite(getattr(self, name)):
@@ -107,13 +103,8 @@ class RouterConfig:
 
     @property
     def columns(self) -> int:
-        """How many ids a decision has for each token, without padding."""
+        """How many ids a decision has for each token."""
         return self.num_experts if self.experts_pick else self.top_k
-
-    @property
-    def padding(self) -> int:
-        """How many columns `pad` adds. With T >= E they suffice: E * ceil(f K T / E) <= T (f K + 1)."""
-        return math.ceil(float(self._factor) * self.top_k) + 1  # type: ignore[attr-defined]
 
     def room(self, tokens: int) -> int:
         """Slots that one expert takes of this rank's `tokens`: ceil(factor * K * T / E), symbolic in a traced graph."""
@@ -147,10 +138,6 @@ class RouterConfig:
             ),
             f"capacity_factor={factor!r} must be a finite number above 0, or None for no limit": (
                 factor is not None and not (is_finite(factor) and factor > 0)
-            ),
-            "pad=True fills up to the capacity: set capacity_factor": self.pad and factor is None,
-            "pad=True is without meaning in expert choice, where every expert is full": (
-                self.pad and self.experts_pick
             ),
             f"jitter={self.jitter} is not in 0 <= jitter < 1": not 0 <= self.jitter < 1,
             f"loss coefficients must not be negative: {coefficients}": min(coefficients) < 0,

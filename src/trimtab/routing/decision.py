@@ -1,12 +1,13 @@
 """What a router decides, and what its forward gives.
 
-Legend: T tokens of this rank, E experts, K experts per token (E with expert choice, more with padding).
+Legend: T tokens of this rank, E experts, K experts per token (E with expert choice).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from trimtab.operators import exportable
@@ -26,6 +27,18 @@ class Decision(NamedTuple):
     most_slots: int | None = None
     complete: bool = False
 
+    @property
+    def coded(self) -> Tensor:
+        """Both in one tensor: an expert, -1 for none, -2 - e for an expert e that was picked but had no room."""
+        if self.kept_TK is self.chosen_TK:
+            return self.chosen_TK
+        return torch.where(self.kept_TK == self.chosen_TK, self.kept_TK, -2 - self.chosen_TK)
+
+
+def decoded(ids_TK: Tensor) -> Decision:
+    """The decision that `Decision.coded` gave, int64."""
+    return Decision(torch.where(ids_TK < -1, -2 - ids_TK, ids_TK), ids_TK.clamp(min=-1))
+
 
 @exportable
 class Basis(NamedTuple):
@@ -44,8 +57,7 @@ class Basis(NamedTuple):
 class Routing(NamedTuple):
     """One routing decision.
 
-    ids_TK: int64 expert ids; -1 where a slot is dropped or the token is not real. Columns of padding come behind those
-        of the decision; theirs may be of any token.
+    ids_TK: int64 expert ids; -1 where a slot is dropped or the token is not real.
     weights_TK: float32 (float64 for float64 tokens); 0 where the id is -1, NaN for a token whose logits are not
         finite, so that dispatch raises on every rank.
     loads_E: int64, kept slots of real tokens of this rank; padding is not counted.

@@ -1,69 +1,13 @@
-"""How evenly a router loads the experts: counts of all layers in one vector, and what they say.
-
-Legend: T tokens, E experts, K experts per token.
-"""
+"""Numbers that say how evenly routers load the experts, for files and trackers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trimtab.routing.balance import max_vio
-from trimtab.routing.scores import count_ids
-
-
-class LoadCounts:
-    """Tokens per (layer, expert) of this rank, end to end in one vector on the device: no host sync, one all-reduce.
-
-    Args:
-        sizes: the number of experts of each layer, by its name.
-        device: where the counts live.
-
-    Attributes:
-        real: which of the next tokens are no padding, bool [T]; all of them if None.
-        top_k: K, once something was counted.
-    """
-
-    def __init__(self, sizes: dict[str, int], device: torch.device) -> None:
-        self.names, self.sizes = list(sizes), list(sizes.values())
-        self.real: Tensor | None = None
-        self.top_k = 0
-        self._batch = torch.zeros(sum(self.sizes), dtype=torch.int64, device=device)
-        self._counts = self._batch.clone()
-        self._of = dict(zip(self.names, torch.split(self._batch, self.sizes), strict=True))
-
-    def count(self, name: str, ids_TK: Tensor) -> None:
-        """Choices of layer `name`; ids that name no expert of it are not counted."""
-        ids, view = ids_TK.detach().long(), self._of[name]
-        self.top_k = ids.shape[-1]
-        if self.real is not None:
-            ids = ids.masked_fill(~self.real.to(ids.device)[:, None], -1)
-        view.add_(count_ids(ids, view.numel()).to(view.device))
-
-    def end_batch(self) -> Tensor:
-        """This rank's counts of the forward that has ended, int64, all layers end to end."""
-        batch = self._batch.clone()
-        self._counts += batch
-        self._batch.zero_()
-        return batch
-
-    def take(self) -> Tensor:
-        """This rank's counts of the forwards that have ended since the last call, as `end_batch` gives them."""
-        taken = self._counts.clone()
-        self._counts.zero_()
-        return taken
-
-    def split(self, summed: Sequence[float]) -> dict[str, list[int]]:
-        """Tokens per expert by layer name, from the sum of what the ranks' `take` gave."""
-        layers, start = {}, 0
-        for name, size in zip(self.names, self.sizes, strict=True):
-            layers[name] = [round(count) for count in summed[start : start + size]]
-            start += size
-        return layers
 
 
 def load_metrics(tokens_per_expert: list[int], dropped: int = 0) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.guard.guard import SharedByCopies
+from trimtab.guard.guard import SharedWhenCopied
 from trimtab.routing.config import COEFFICIENTS, RouterConfig
 from trimtab.routing.decision import Routing
 from trimtab.routing.scores import SCORES, count_ids
@@ -32,7 +32,7 @@ Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossGroups(SharedByCopies):
+class LossGroups(SharedWhenCopied):
     """Who shares what. `trimtab.parallel` sets it from the meshes it is handed; a value set by hand stays.
 
     batch: the ranks that hold parts of the global batch, those of `sequence` among them; None if there are no others.

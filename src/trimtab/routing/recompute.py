@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,20 +18,22 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from trimtab.errors import InputError
 from trimtab.operators import operator
 
+T = TypeVar("T")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class _Tape:
-    """What was decided in one run of a block, by kind and in order; and how far a second run has taken it."""
+    """The decisions of one run of a block, by kind and in order, and how many of them a second run has taken."""
 
     def __init__(self) -> None:
-        self.again = False
-        self._decided: dict[str, list[Sequence[Tensor]]] = {}
-        self._taken: dict[str, int] = {}
+        self.again = self.graded = False
+        self._decided: dict[object, list[Any]] = {}
+        self._taken: dict[object, int] = {}
 
     def begin(self, again: bool) -> None:
         """A run begins. A backward in two halves begins the second one twice."""
         self.again = again
+        self.graded = self.graded if again else torch.is_grad_enabled()
         self._taken.clear()
 
     def record(self, decided: Sequence[Tensor], kind: str) -> None:
@@ -48,7 +50,18 @@ class _Tape:
                 "what is checkpointed must do the same in both",
                 phase="route",
             )
-        return recorded[at]
+        taken: Sequence[Tensor] = recorded[at]
+        return taken
+
+    def note(self, value: Any, kind: object) -> None:
+        """Keep a value that is no tensor of its own."""
+        self._decided.setdefault(kind, []).append(value)
+
+    def noted(self, kind: object, default: Any) -> Any:
+        """The value noted at this place; `default` where there is none."""
+        noted, at = self._decided.get(kind, []), self._taken.get(kind, 0)
+        self._taken[kind] = at + 1
+        return noted[at] if at < len(noted) else default
 
 
 class _Tapes(threading.local):
@@ -78,6 +91,25 @@ class _Run:
     def __exit__(self, *error: Any) -> bool | None:
         _TAPES.running.pop()
         return self._inner.__exit__(*error)
+
+
+class Taped:
+    """A function for a checkpoint that takes no `context_fn`, reentrant ones too: its second run takes what was decided
+    in the first one.
+
+    around: a context for each run.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        self._function, self._around = function, around
+        self._tape, self._ran = _Tape(), False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        again, self._ran = self._ran, True
+        with self._around(), _Run(self._tape, again, nullcontext()):
+            return self._function(*args, **kwargs)
 
 
 class _Policy(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -144,8 +176,25 @@ def replaying() -> bool:
     return any(tape.again for tape in _TAPES.running)
 
 
+def noted(value: T, kind: object) -> T:
+    """`value`; in the second run of a block the value that the first one noted. kind: names the queue."""
+    for tape in _TAPES.running:
+        if tape.again:
+            value = tape.noted(kind, value)
+    for tape in _TAPES.running:
+        if not tape.again:
+            tape.note(value, kind)
+    return value
+
+
+def counted_before() -> bool:
+    """Whether the first run of a block, of which this is the second, had gradients and so has been counted. That of a
+    reentrant checkpoint has none."""
+    return any(tape.again and tape.graded for tape in _TAPES.running)
+
+
 def replayed(decided: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
-    """`decided`, or what was decided in the first run if this is the second. kind: of what; each kind in its order."""
+    """Records tensors in the first run of a block; returns the recorded ones in the second. kind: names the queue."""
     return _REPLAYED(decided, kind) if running() else decided
 
 

@@ -1,5 +1,5 @@
-"""The routing decisions of a model as one value, [B, L, layers, K]: kept, cut, written, read; and how our own routers
-are recorded and told. `trimtab.record` and `trimtab.replay` are in `trimtab.decisions`.
+"""The routing decisions of a model as one value, [B, L, layers, K]: cut, joined, written, read. `trimtab.record` makes
+it, `trimtab.replay` takes it.
 
 Legend: B sequences, L positions, T = B * L tokens, K experts per token.
 """
@@ -7,10 +7,8 @@ Legend: B sequences, L positions, T = B * L tokens, K experts per token.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +16,7 @@ from torch import Tensor
 
 from trimtab.atomic_write import whole
 from trimtab.errors import InputError
-from trimtab.routing.decision import Decision
-from trimtab.routing.recompute import replaying
-from trimtab.routing.router import Router
+from trimtab.routing.decision import Decision, decoded
 from trimtab.validation import holds_ids, wide_ids
 
 FORMAT = "trimtab.decisions"
@@ -69,8 +65,7 @@ class Decisions:
         """
         if name not in self.layers:
             raise InputError(f"no decisions for layer {name!r}; there are {self.layers}", phase="route")
-        ids = self.ids[:, :, self.layers.index(name)].flatten(0, 1).long()
-        return Decision(torch.where(ids < -1, -2 - ids, ids), ids.clamp(min=-1))
+        return decoded(self.ids[:, :, self.layers.index(name)].flatten(0, 1).long())
 
     def cut(self, start: int, end: int) -> Decisions:
         """Those of the positions start..end - 1 of every sequence: what a rank that holds these replays."""
@@ -116,100 +111,3 @@ class Decisions:
         if missing:
             raise InputError(f"{path} lacks {sorted(missing)}")
         return cls(ids=content["ids"], num_experts=content["num_experts"], layers=tuple(content["layers"]))
-
-
-class Recording:
-    """What the routers of a model decided, forward by forward.
-
-    num_experts: E by router name.
-    """
-
-    def __init__(self, num_experts: dict[str, int]) -> None:
-        self.num_experts = num_experts
-        self.calls: dict[str, list[Tensor]] = {name: [] for name in num_experts}
-
-    def keep(self, name: str, ids: Tensor) -> None:
-        """What router `name` decided in a forward: [B, L, K]."""
-        self.calls.setdefault(name, []).append(ids)
-
-    def decisions(self, call: int = -1) -> Decisions:
-        """Those of one forward of the model, by default the last.
-
-        Raises:
-            InputError: there was no such forward in some layer, or layers differ in tokens, K or E.
-        """
-        counts = {name: len(calls) for name, calls in self.calls.items()}
-        if not all(-count <= call < count for count in counts.values()) or len(set(counts.values())) > 1:
-            raise InputError(f"no decisions of forward {call} in every layer; forwards recorded by layer: {counts}")
-        picked = {name: calls[call] for name, calls in self.calls.items()}
-        kinds = {name: (self.num_experts[base_of(name)], tuple(ids.shape)) for name, ids in picked.items()}
-        if len(set(kinds.values())) > 1:
-            raise InputError(f"layers differ in (experts, [B, L, K]) and do not make one [B, L, layers, K]: {kinds}")
-        ids = torch.stack(list(picked.values()), dim=2)
-        return Decisions(ids=ids, num_experts=next(iter(self.num_experts.values())), layers=tuple(picked))
-
-
-def base_of(name: str) -> str:
-    """The router of a layer's name, which ends in #2 where it decides for the second time in a forward."""
-    return name.partition("#")[0]
-
-
-@contextmanager
-def record_routers(found: dict[str, Router], recording: Recording) -> Iterator[None]:
-    """Keep the decisions that these routers take inside."""
-
-    def tap(name: str, made: Decision, batch: int) -> None:
-        if not replaying():  # a slot without room is where the two differ
-            ids = torch.where(made.kept_TK == made.chosen_TK, made.kept_TK, -2 - made.chosen_TK)
-            recording.keep(name, ids.view(batch, ids.shape[0] // max(batch, 1), ids.shape[1]))
-
-    with _set(found, "tap", lambda name, _: partial(tap, name)):
-        yield
-
-
-def check_fits(decisions: Decisions, sizes: dict[str, tuple[int, int]]) -> None:
-    """Raise InputError where decisions are not for a model's routers: (E, K) by name."""
-    if set(map(base_of, decisions.layers)) != set(sizes):
-        raise InputError(f"decisions for the layers {decisions.layers}, but the model's are {tuple(sizes)}")
-    if wrong := {name: experts for name, (experts, _) in sizes.items() if experts != decisions.num_experts}:
-        raise InputError(f"decisions among {decisions.num_experts} experts, but the model has {wrong}")
-    K = decisions.ids.shape[3]
-    if others := {name: columns for name, (_, columns) in sizes.items() if columns != K}:
-        raise InputError(f"decisions of {K} experts per token, but the model takes {others}")
-
-
-@contextmanager
-def replay_routers(found: dict[str, Router], decisions: Decisions) -> Iterator[None]:
-    """Every forward of these routers inside takes these decisions, which `check_fits`."""
-
-    def source(name: str, router: Router) -> Callable[[int, int], tuple[Decision, bool]]:
-        of_layer, c = decisions.layer(name), router.config
-        bound = c.experts_pick or c.capacity_factor is not None  # there -1 is a decision: no room, not picked
-        partly = not bound and bool((of_layer.chosen_TK < 0).all(-1).any())
-        device = router.weight.device
-        there = Decision(of_layer.chosen_TK.to(device), of_layer.kept_TK.to(device))
-
-        def give(tokens: int, batch: int) -> tuple[Decision, bool]:
-            has, had = [batch, tokens // max(batch, 1)], list(decisions.ids.shape[:2])
-            if has != had:
-                problem = f"decisions for [B, L] = {had}, but the layer got {has}"
-                raise InputError(problem, layer=name, phase="route")
-            return there, partly
-
-        return give
-
-    with _set(found, "source", source):
-        yield
-
-
-@contextmanager
-def _set(found: dict[str, Router], attribute: str, made: Callable[[str, Router], object]) -> Iterator[None]:
-    """Within, `attribute` of each router is what is `made` for it."""
-    before = {name: getattr(router, attribute) for name, router in found.items()}
-    try:
-        for name, router in found.items():
-            setattr(router, attribute, made(name, router))
-        yield
-    finally:
-        for name, router in found.items():
-            setattr(router, attribute, before[name])

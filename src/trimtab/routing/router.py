@@ -1,6 +1,6 @@
 """The router: jitter -> logits -> scores -> select -> weights -> capacity, and behind dispatch losses and loads.
 
-Legend: T tokens of this rank, D model dim, E experts, K experts per token (E with expert choice, more with padding).
+Legend: T tokens of this rank, D model dim, E experts, K experts per token (E with expert choice).
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.errors import InputError
 from trimtab.kernels.tensor_checks import dense, described
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decision import Basis, Decision, Routing
+from trimtab.routing.decision import Basis, Decision, Routing, decoded
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
+from trimtab.routing.port import Port, RouterInfo, RouterRun
 from trimtab.routing.quantile import BINS, add_required
-from trimtab.routing.recompute import replayed, replaying, running
+from trimtab.routing.recompute import counted_before, replayed, replaying, running
 from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
-from trimtab.routing.select import Choosing, drop_over, most_slots, padding, select
+from trimtab.routing.select import Choosing, drop_over, most_slots, select
 from trimtab.validation import VALUES, check_dtype, check_sizes, holds_ids, holds_values
 
 
@@ -66,8 +66,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim, dtype=dtype or torch.float32, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if config.bias else None
         self.register_buffer("expert_bias", bias)
-        self.tap: Callable[[Decision, int], None] | None = None
-        self.source: Callable[[int, int], tuple[Decision, bool]] | None = None
+        self.port = Port(self.info)
         # Of this step; not buffers: DDP would give every rank those of rank 0.
         self._loads = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self._counts = torch.zeros(config.num_experts, dtype=torch.float64, device=device)
@@ -82,6 +81,13 @@ class Router(nn.Module):
         self.weight.uniform_(-bound, bound)
         if self.expert_bias is not None:
             self.expert_bias.zero_()
+
+    @property
+    def info(self) -> RouterInfo:
+        """For observers, who name it."""
+        c = self.config
+        partial = c.experts_pick or c.capacity_factor is not None
+        return RouterInfo(name="", num_experts=c.num_experts, top_k=c.columns, score=c.score, partial=partial)
 
     def take_loads(self) -> Tensor:
         """How many slots picked each expert since the last call: [E] int64, this rank's. Ends the optimizer step."""
@@ -131,13 +137,7 @@ class Router(nn.Module):
         weights = weights.add(plain.sum(-1, keepdim=True), alpha=0)  # NaN where one of them is not finite
         chosen_E = count_ids(chosen, c.num_experts, complete=decision.complete)
         loads_E = chosen_E if ids is chosen else count_ids(ids, c.num_experts)
-        most = decision.most_slots
-        if c.pad:
-            room = c.room(x_TD.shape[0])
-            filled = padding(ids, c.num_experts, room, c.padding)
-            ids, weights = torch.cat((ids, filled), 1), F.pad(weights, (0, filled.shape[1]))
-            most = None if most is None else most_slots(ids, c.num_experts, room)
-        basis = Basis(ids, chosen, chosen_E, scores, real_T, batch, most)
+        basis = Basis(ids, chosen, chosen_E, scores, real_T, batch, decision.most_slots)
         return Routing(ids_TK=ids, weights_TK=weights, loads_E=loads_E, logits_TE=logits, basis=basis)
 
     def losses(self, routing: Routing) -> dict[str, Tensor]:
@@ -153,34 +153,65 @@ class Router(nn.Module):
         found, counts_E = balance_losses(
             routing, config=self.config, groups=self.groups, totals=self.totals, counts_before_E=before_E
         )
-        if routing.basis is not None and self.training and torch.is_grad_enabled():
-            once = 0 if replaying() else 1
-            self._loads.add_(routing.basis.chosen_E, alpha=once)
+        if routing.basis is None:
+            return found
+        basis = routing.basis
+        if self.training and torch.is_grad_enabled():
+            once = 0 if counted_before() else 1
+            self._loads.add_(basis.chosen_E, alpha=once)
             if self._required.shape[1] and self.expert_bias is not None and once:
-                basis = routing.basis
                 add_required(self._required, basis.scores_TE, self.expert_bias, self.config.top_k, basis.real_T)
             if so_far and counts_E is not None:
                 self._counts.add_(counts_E, alpha=once)
-        return found
+        loss = self.observed(routing)
+        return found if loss is None else found | {"observers": loss}
+
+    def observed(self, routing: Routing, *, inside: bool = True) -> Tensor | None:
+        """Shows a forward to the observers, as `losses` does; the sum of their losses, None for none. inside: it is one
+        of the model's, not run again by a checkpoint that has no tape."""
+        if routing.basis is None or not self.port.observers:
+            return None
+        basis = routing.basis
+        decision = Decision(basis.chosen_TK, basis.ids_TK)
+        run = self._run(lambda: decision.coded, routing.logits_TE, basis.scores_TE, basis.real_T, basis.batch)
+        run.chosen_TK, run.chosen_E, run.kept_E = basis.chosen_TK, basis.chosen_E, routing.loads_E
+        run.shape = run.shape if inside else None
+        return self.port.see(run)
+
+    def _run(
+        self,
+        ids: Tensor | Callable[[], Tensor],
+        logits_TE: Tensor,
+        scores_TE: Tensor,
+        real_T: Tensor | None,
+        batch: int,
+    ) -> RouterRun:
+        shape = (batch, logits_TE.shape[0] // max(batch, 1))
+        return RouterRun(
+            self.port, self, ids=ids, logits_TE=logits_TE, scores=lambda: scores_TE, shape=shape, real=lambda: real_T
+        )
 
     def _decide(
         self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None, ids_TK: Tensor | None, batch: int
     ) -> Decision:
-        """The decision given, replayed or made; that of the first run in a recompute."""
-        if ids_TK is not None:
-            ids = ids_TK.long()
-            made = _own(Decision(ids, ids), real_T)
-        elif self.source is not None:
-            made, partly = self.source(logits_TE.shape[0], batch)
-            if partly:
-                made = _filled(made.chosen_TK, self._choose(logits_TE, scores_TE, real_T).chosen_TK)
-            made = _own(made, real_T)
-        else:
-            made = self._choose(logits_TE, scores_TE, real_T)
-        made = _of_first_run(made)
-        if self.tap is not None:
-            self.tap(made, batch)
-        return made
+        """The decision given, that of an observer or of the first run in a recompute, or the one made here."""
+        given = None if ids_TK is None else ids_TK.long()
+        made: list[Decision] = []
+
+        def choose() -> Tensor:
+            made.append(self._choose(logits_TE, scores_TE, real_T))
+            return made[0].coded
+
+        if self.port.observers or running():
+            run = self._run(choose if given is None else given, logits_TE, scores_TE, real_T, batch)
+            told = self.port.decide(run, fixed=given is not None)
+            if given is not None:
+                given = run.ids_TK
+            elif told:
+                return _own(decoded(run.ids_TK), real_T)
+        if given is not None:
+            return _own(Decision(given, given), real_T)
+        return made[0] if made else self._choose(logits_TE, scores_TE, real_T)
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None) -> Decision:
         c = self.config
@@ -246,8 +277,7 @@ class Router(nn.Module):
             problems.append(f"the token mask must be bool [{x.shape[0]}], got {mask.dtype} {tuple(mask.shape)}")
         decided = (x.shape[0], self.config.columns)
         if ids is not None and (tuple(ids.shape) != decided or not holds_ids(ids)):
-            padded = " (without the columns of padding)" if self.config.pad else ""
-            problems.append(f"ids to replay must be int {list(decided)}{padded}, got {ids.dtype} {tuple(ids.shape)}")
+            problems.append(f"ids to replay must be int {list(decided)}, got {ids.dtype} {tuple(ids.shape)}")
         if batch < 0 or x.shape[0] % max(batch, 1) or (batch == 0 and x.shape[0]):
             problems.append(f"{x.shape[0]} tokens are not {batch} sequences of one length")
         if problems:
@@ -267,18 +297,3 @@ def _own(given: Decision, real_T: Tensor | None) -> Decision:
 
     chosen = own(given.chosen_TK)
     return Decision(chosen, chosen if given.kept_TK is given.chosen_TK else own(given.kept_TK))
-
-
-def _filled(chosen_TK: Tensor, live_TK: Tensor) -> Decision:
-    """What was picked, and for tokens without a pick what is picked now."""
-    filled = torch.where((chosen_TK < 0).all(-1, keepdim=True), live_TK, chosen_TK)
-    return Decision(filled, filled)
-
-
-def _of_first_run(made: Decision) -> Decision:
-    """In a recompute what the first run decided, else `made`, which is kept for one. Nothing more is known of it: the
-    first run may have been given its decision, and the second one not."""
-    if not running():
-        return made
-    chosen, kept = (ids.long() for ids in replayed([made.chosen_TK.int(), made.kept_TK.int()], "ids"))
-    return Decision(chosen, kept)

@@ -2,7 +2,7 @@
 
 Ties go to the lowest expert index (in expert choice: to the first token), always. NaN counts as the largest score.
 
-Legend: T tokens, E experts, K experts per token, G groups of experts, N = T * K slots, X columns of padding.
+Legend: T tokens, E experts, K experts per token, G groups of experts, N = T * K slots.
 """
 
 from __future__ import annotations
@@ -178,12 +178,3 @@ def drop_over(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, room: int, b
     sorted_N = key_N[order_N]
     over_N = torch.arange(ids_N.shape[0], device=ids_N.device) - start_E[sorted_N] >= room
     return ids_N.scatter(0, order_N, sorted_N.masked_fill(over_N | (sorted_N == num_experts), -1)).view_as(ids_TK)
-
-
-@torch.no_grad()
-def padding(ids_TK: Tensor, num_experts: int, room: int, columns: int) -> Tensor:
-    """Further slots [T, X] that fill every expert up to `room`, -1 behind the last. X is the same on every rank."""
-    missing_E = (room - count_ids(ids_TK, num_experts)).clamp(min=0)
-    slots = torch.arange(ids_TK.shape[0] * columns, device=ids_TK.device)
-    ids = torch.searchsorted(missing_E.cumsum(0), slots, right=True)
-    return ids.masked_fill(ids == num_experts, -1).view(ids_TK.shape[0], columns)

@@ -34,6 +34,8 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
     Raises TrimtabError for what a user can put right and for a rank that failed, Interrupted for a signal; all
     ranks are gone by then. With `data_report` or `dry_run` no rank is started, and nothing is written.
     """
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: must be at least 1")
     size, asked = group_size(nproc), config.data_report or config.dry_run
     if size is not None and not asked:
         _run_rank(config)

@@ -22,12 +22,13 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
 from trimtab.integrations.transformers.replicated_params import average_replicated
+from trimtab.integrations.transformers.routers.observe import Observed
 from trimtab.integrations.transformers.trainer.replica_counts import ReplicaCounts, with_replica_counts
 from trimtab.routing.loads import load_metrics, load_scalars
+from trimtab.routing.observers import BalanceLosses, Loads
 from trimtab.train.assistant_spans import IGNORED
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.dataset import Blocks, RankBlocks
-from trimtab.train.loads import LoadCounter, balance_loss
 from trimtab.train.plan import Plan
 from trimtab.train.report import METRICS
 from trimtab.train.resume import Checkpoints, describe_run
@@ -105,13 +106,12 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     Args:
         plan: of the run, its data ready and its steps known.
         model: loaded for it, with adapters where it has them.
-        counter: counts the model's expert loads.
         rank: of this process.
 
     After `train`, `state.global_step` says how many steps are taken.
     """
 
-    def __init__(self, plan: Plan, model: Any, counter: LoadCounter, rank: int) -> None:
+    def __init__(self, plan: Plan, model: Any, rank: int) -> None:
         config, mesh = plan.config, plan.mesh
         run = describe_run(config, mesh.data_size, plan.groups)
         self.checkpoints = checkpoints = Checkpoints(config, run, plan.checkpoint)
@@ -126,8 +126,16 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         super().__init__(model=model, args=arguments(config, mesh), train_dataset=blocks)
         # compute_loss divides by the targets of the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
-        self.mesh, self.counter, self.metrics = mesh, counter, plan.out / METRICS
-        self.replicas = ReplicaCounts(model)
+        self.mesh, self.metrics = mesh, plan.out / METRICS
+        text = model.config.get_text_config()
+        # Some families have no such loss.
+        coefficient = getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", None)
+        group = dist.group.WORLD if mesh.world > 1 else None
+        self.balance = BalanceLosses(aux_loss=coefficient or 0.0, z_loss=0.0, group=lambda: group)
+        self.balance.micro_batches = config.grad_accum
+        self._without_logits = {"output_router_logits": False} if hasattr(text, "output_router_logits") else {}
+        self.loads, self.replicas = Loads(), ReplicaCounts(model)
+        self.observed = Observed(model, self.loads, *([self.balance] if coefficient else []))
         device = self.args.device
         # Sums of counts stay exact; Apple's GPUs have no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
@@ -205,25 +213,18 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         outputs, nll = self._forward(model, inputs)
         self._nll += nll.detach()
         loss = nll * (self.mesh.data_size / self._targets).float()
-        counts = self.counter.end_batch()
-        router_logits = getattr(outputs, "router_logits", None)
-        # Some families have no such loss.
-        coefficient = getattr(self.model.config.get_text_config(), "router_aux_loss_coef", None)
-        if router_logits and coefficient:
-            balance = balance_loss(router_logits, self.counter, counts, all_sum)
-            loss = loss + balance * (coefficient / self.args.gradient_accumulation_steps)
         return (loss, outputs) if return_outputs else loss
 
     def _forward(
         self, model: Any, inputs: dict[str, torch.Tensor], rows: torch.Tensor | None = None
     ) -> tuple[Any, torch.Tensor]:
         """The outputs for a batch, and the sum of its targets' losses. rows: those whose tokens count in loads."""
-        self.counter.real = (inputs["real"] if rows is None else inputs["real"] & rows[:, None]).flatten()
+        self.observed.token_mask = inputs["real"] if rows is None else inputs["real"] & rows[:, None]
         given = {name: value for name, value in inputs.items() if name not in ("labels", "real")}
         if "position_ids" in inputs and is_flash_attention_requested(self.model.config):
             # Its kernels look at positions in a batch of one row alone.
             given = {name: value.flatten()[None] for name, value in given.items()}
-        outputs = model(**given, use_cache=False)
+        outputs = model(**given, **self._without_logits, use_cache=False)
         logits, targets = outputs.logits.float(), F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return outputs, nll
@@ -234,8 +235,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         batches; a block that is there to fill up the last of them counts nowhere. Draws no random number."""
         size, batch = self.mesh.data_size, self.args.per_device_eval_batch_size
         first = self.mesh.data_rank(dist.get_rank() if dist.is_initialized() else 0) * batch
-        sums = torch.zeros(2, dtype=self._wide, device=self.args.device)
+        sums, routed = torch.zeros(2, dtype=self._wide, device=self.args.device), Loads(every=True)
         self.model.eval()
+        counting = Observed(self.model, routed)
         for start in range(0, len(blocks), size * batch):
             places = range(start + first, start + first + batch)
             samples = [blocks[place % len(blocks)] for place in places]
@@ -245,11 +247,11 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             inputs["labels"] = inputs["labels"].masked_fill(filling[:, None], IGNORED)
             with self.compute_loss_context_manager():
                 _, nll = self._forward(self.model, inputs, ~filling)
-            self.counter.end_batch()
             sums += torch.stack([nll.to(self._wide), (inputs["labels"][:, 1:] != IGNORED).sum().to(self._wide)])
+        counting.remove()
         self.model.train()
-        nll, targets, *counts = all_sum(torch.cat([sums, self.counter.take().to(self._wide)])).tolist()
-        worst = max(load_metrics(loads)["max_vio"] for loads in self.counter.split(counts).values())
+        nll, targets, *counts = all_sum(torch.cat([sums, routed.take().to(self._wide)])).tolist()
+        worst = max(load_metrics(loads)["max_vio"] for loads, _ in routed.listed(counts).values())
         return {"eval_loss": nll / max(targets, 1.0), "eval_max_vio": worst}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -257,9 +259,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         if "grad_norm" not in logs:  # the Trainer's closing summary
             return
         # The ranks of a TP group hold the same batch: the sum has it tp times.
-        summed = all_sum(torch.cat([self._nll[None], self.counter.take().to(self._wide)])) / self.mesh.tp
+        summed = all_sum(torch.cat([self._nll[None], self.loads.take().to(self._wide)])) / self.mesh.tp
         nll, *counts = summed.tolist()
         self._nll.zero_()
+        self.balance.reset()
         now = time.perf_counter()
         step = self.state.global_step
         record = {
@@ -278,7 +281,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         due = step % self.eval_every == 0 or step == self.args.max_steps or self.checkpoints.is_due(step)
         if self.held_out is not None and due:
             record |= self._evaluate(self.held_out)
-        layers = {name: load_metrics(loads) for name, loads in self.counter.split(counts).items()}
+        layers = {name: load_metrics(loads) for name, (loads, _) in self.loads.listed(counts).items()}
         layers = with_replica_counts(layers, self.replicas.reported())
         super().log(record | load_scalars(layers), start_time)
         if self.is_world_process_zero():

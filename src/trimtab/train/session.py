@@ -18,9 +18,8 @@ from trimtab.convert.safetensors_files import writing
 from trimtab.integrations.transformers.summary import summary
 from trimtab.processes import leave_group
 from trimtab.routing.load_picture import draw_loads
-from trimtab.train.loads import LoadCounter
 from trimtab.train.loop import MoETrainer
-from trimtab.train.models import load_model, mask_by_positions, num_experts, with_adapters, write_adapter
+from trimtab.train.models import load_model, mask_by_positions, with_adapters, write_adapter
 from trimtab.train.out_folder import make_room
 from trimtab.train.plan import Plan
 from trimtab.train.presets import PRESETS
@@ -92,12 +91,11 @@ def _build(plan: Plan, rank: int) -> MoETrainer:
     model = load_model(plan.checkpoint, config, plan.mesh)
     transformers_logging.disable_progress_bar()
     mask_by_positions(model)
-    counter = LoadCounter(model, num_experts(plan.skeleton), next(model.parameters()).device)
     if config.lora:
         model = with_adapters(model, config)
     if rank == 0:
         print(summary(model), flush=True)
-    return MoETrainer(plan, model, counter, rank)
+    return MoETrainer(plan, model, rank)
 
 
 def _take_steps(trainer: MoETrainer, plan: Plan) -> int:

@@ -141,7 +141,7 @@ def test_an_override_copies_hot_experts_everywhere() -> None:
     assert routed.token_dispatcher == TokenDispatcher.Config(num_experts=E, top_k=K)
     built = cfg.build().routed_experts
     assert {name for name, _ in built.inner_experts.named_parameters()} == {"w1_EFD", "w2_EDF", "w3_EFD"}
-    assert built.token_dispatcher.exchange.replication.copy_cost == 7
+    assert built.token_dispatcher.exchange.options.copy_cost == 7
 
 
 def test_their_override_puts_ours_in_everywhere() -> None:

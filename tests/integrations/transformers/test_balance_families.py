@@ -17,21 +17,15 @@ from benchmarks.balance_families import train
 from helpers.balance_ranks import MICRO, batches, run_balanced
 from helpers.families import build_model, forward, sample_batch
 from helpers.ranks import run_ranks
+from helpers.seeing import seen
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import LoadBalancer, LoadBalancerCallback
 from trimtab.integrations.transformers.routers.find import find_routers
-from trimtab.integrations.transformers.routers.watch import Look, Seen, Watch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS = ("afmoe", "deepseek_v3", "ernie4_5_moe", "laguna", "lfm2_moe", "minimax_m2", "zaya", "inkling2")
 """A family of each way to keep a selection bias: buffer or parameter, in the router, its block or beside it."""
-
-
-def watched(model: Any) -> dict[str, Seen]:
-    seen: dict[str, Seen] = {}
-    Watch.of(model, find_routers(model)).add(Look(lambda one: seen.__setitem__(one.place.name, one)))
-    return seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -41,7 +35,7 @@ def test_a_familys_own_bias_is_trained(family: str, dtype: torch.dtype) -> None:
     places = find_routers(model)
     before = {p.name: getattr(p.bias_in, p.bias).detach().clone().flatten().float() for p in places}
     balance = LoadBalancer(model, rate=1e-4)
-    seen = watched(model)
+    seeing = seen(model)
     batch = sample_batch(model, 2, 12)
     forward(model, batch)
     for _ in range(2):
@@ -50,7 +44,7 @@ def test_a_familys_own_bias_is_trained(family: str, dtype: torch.dtype) -> None:
     forward(model, batch)
     loads = balance.step()
     for place in places:
-        counts = seen[place.name].ids_TK.flatten().bincount(minlength=place.num_experts)
+        counts = seeing.last[place.name].ids_TK.flatten().bincount(minlength=place.num_experts)
         assert torch.equal(loads[place.name], counts)
         moved = getattr(place.bias_in, place.bias).detach().flatten()
         assert moved.dtype == torch.float32 or isinstance(getattr(place.bias_in, place.bias), torch.nn.Parameter)
@@ -78,10 +72,12 @@ def test_an_added_bias_selects_and_is_saved(family: str, tmp_path: Path) -> None
     assert torch.equal(forward(model, batch)[0], stock), "with a bias of zero nothing changes"
     for n, place in enumerate(places):
         place.module.selection_bias[n] = 1e3
-    seen = watched(model)
+    seeing = seen(model)
     biased = forward(model, batch)[0]
     for n, place in enumerate(places):
-        scores, ids, weights = (getattr(seen[place.name], name) for name in ("scores_TE", "ids_TK", "weights_TK"))
+        run = seeing.last[place.name]
+        scores, ids = run.scores(), run.ids_TK
+        weights = place.rule.weights(place.module, scores, run.logits_TE, ids)
         assert torch.equal(
             ids.sort(-1).values, (scores + place.module.selection_bias).topk(place.top_k).indices.sort(-1).values
         )

@@ -125,7 +125,7 @@ def test_file_picture_and_history(trained: tuple[Path, Any, Truth]) -> None:
     mine = [entry for entry in trainer.state.log_history if "mean_token_accuracy" in entry]
     assert [entry["step"] for entry in mine] == [3], "TRL's own means are of its own logging steps"
     hooks = [hook for module in trainer.model.modules() for hook in module._forward_hooks.values()]
-    assert "Watch" not in str(hooks)
+    assert "ModelPorts" not in str(hooks)
 
 
 def test_tensorboard_has_the_numbers(trained: tuple[Path, Any, Truth]) -> None:
@@ -230,5 +230,5 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             LoadCallback(trainer, **wrong)
     callback = LoadCallback(trainer)
-    with pytest.raises(ConfigError, match="no router in Linear"):
+    with pytest.raises(ConfigError, match="no Router in Linear"):
         callback.on_train_begin(config, trainer.state, trainer.control)

@@ -17,12 +17,14 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers import rollouts
 from helpers.families import Batch, build_model, forward, sample_batch
+from helpers.seeing import seen
 from integrations.transformers.test_replay_families import close, others, run
 from trimtab.decisions import record, replay
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers.routers.find import find_routers
+from trimtab.integrations.transformers.routers.observe import Observed
 from trimtab.integrations.transformers.routers.selection_bias import ADDED, add_selection_bias
-from trimtab.integrations.transformers.routers.watch import Look, Watch
+from trimtab.routing.observers import SelectionBias
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
 
@@ -150,12 +152,12 @@ def test_contexts_inside_each_other() -> None:
 
 
 def test_an_added_selection_bias_is_skipped() -> None:
-    """Whichever came first, what only looks sees the experts that are told."""
+    """Whichever came first, what only sees has the experts that hold."""
     model, batch, decisions = case("mixtral")
     places = find_routers(model)
-    seen: list[Any] = []
-    leave = Watch.of(model, places[1:]).add(Look(lambda found: seen.append(found.ids_TK)))
+    seeing = seen(model)
     add_selection_bias(places, None)
+    Observed(model, SelectionBias())
     for place in places:
         getattr(place.module, ADDED).copy_(torch.arange(8.0))
     with record(model) as recording:
@@ -164,8 +166,7 @@ def test_an_added_selection_bias_is_skipped() -> None:
     with record(model) as recording, replay(model, decisions):
         forward(model, batch)
     assert torch.equal(recording.decisions().ids, decisions.ids)
-    assert torch.equal(seen[-1], decisions.ids[:, :, 1].flatten(0, 1))
-    leave()
+    assert torch.equal(seeing.runs[-1].ids_TK, decisions.ids[:, :, 1].flatten(0, 1))
 
 
 def test_a_router_that_decides_again_needs_decisions_for_that() -> None:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import Llama4TextConfig, LongcatFlashConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
 
 from helpers.families import build_model, experts_modules, family_names, forward, sample_batch
+from helpers.seeing import Seeing, seen
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.routers.find import RouterPlace, Wrapped, find_routers
+from trimtab.integrations.transformers.routers.find import find_routers
+from trimtab.integrations.transformers.routers.observe import Observed
 from trimtab.integrations.transformers.routers.rules import RULES, UNREACHABLE
-from trimtab.integrations.transformers.routers.watch import Look, Seen, Watch
+from trimtab.routing.port import Observer, RouterRun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,17 +51,35 @@ BIASED = {
 """Families whose every router has a selection bias; one of deepseek_v4's two looks experts up."""
 
 
-def compare(place: RouterPlace, differing: list[str], run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around a router: its rule, given its own ids, says what it says."""
-    own = run(*args, **kwargs)
-    logits, _, ids = place.rule.read(place.module, own)
-    by_rule = place.rule.of(place.module, args, own, ids)
-    assert ids.shape[-1] == place.top_k
-    assert logits.shape[-1] == place.num_experts
-    for ours, theirs in zip(by_rule, own, strict=True):
-        if ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
-            differing.append(place.name)
-    return own
+class Own(Observer):
+    """Decides what a router decides itself, and so has the rule say what its weights are."""
+
+    def decide(self, run: RouterRun) -> Tensor:
+        return run.ids_TK
+
+
+def differing(model: Any, run: Any) -> list[str]:
+    """The routers whose rule, given their own ids, says anything else than they say; both bit for bit."""
+    places, found = find_routers(model), list[str]()
+    outputs: dict[str, list[Any]] = {place.name: [] for place in places}
+    observed = None
+    for way in ("own", "by rule"):
+        hooks = [
+            place.module.register_forward_hook(lambda _m, _a, out, name=place.name: outputs[name].append(out))
+            for place in places
+        ]
+        observed = Observed(model, Own()) if way == "by rule" else None
+        torch.manual_seed(0)
+        run()
+        for hook in hooks:
+            hook.remove()
+    assert observed is not None
+    observed.remove()
+    for name, calls in outputs.items():
+        for own, by_rule in zip(calls[: len(calls) // 2], calls[len(calls) // 2 :], strict=True):
+            if any(a.dtype != b.dtype or not torch.equal(a, b) for a, b in zip(own, by_rule, strict=True)):
+                found.append(name)
+    return found
 
 
 @pytest.mark.parametrize("name", family_names())
@@ -72,17 +91,15 @@ def test_every_family(name: str) -> None:
     assert {place.name.rpartition(".")[0] for place in places} == experts
     assert [place.number for place in places] == list(range(len(places)))
     assert all(0 <= place.layer < place.layers == model.config.num_hidden_layers for place in places)
-    differing: list[str] = []
-    seen: dict[str, Seen] = {}
+    batch = sample_batch(model, 2, 12)
+    assert not differing(model, lambda: forward(model, batch))
+    seeing = seen(model)
+    forward(model, batch)
+    assert len(seeing.last) == len(places)
     for place in places:
-        Wrapped(place.module, "forward", partial(compare, place, differing))
-    Watch.of(model, places).add(Look(lambda one: seen.__setitem__(one.place.name, one)))
-    forward(model, sample_batch(model, 2, 12))
-    assert not differing
-    assert len(seen) == len(places)
-    for place in places:
-        assert seen[place.name].scores_TE.shape[-1] == place.num_experts
-        assert seen[place.name].ids_TK.shape == seen[place.name].weights_TK.shape
+        run = seeing.last[place.name]
+        assert run.logits_TE.shape[-1] == run.scores().shape[-1] == place.num_experts
+        assert run.ids_TK.shape == (run.logits_TE.shape[0], place.top_k)
         if place.bias:
             assert getattr(place.bias_in, place.bias).numel() == place.num_experts
     assert all(place.bias for place in places) == (name in BIASED)
@@ -108,27 +125,27 @@ def test_families_that_run_experts_by_themselves(kind: str) -> None:
             hidden_size=16, expert_ffn_hidden_size=8, n_routed_experts=4, zero_expert_num=2, moe_topk=2
         )
         moe = LongcatFlashMoE(config)
-    (place,) = find_routers(block(moe))
+    model = block(moe)
+    (place,) = find_routers(model)
     assert (place.name, place.layer, place.layers, place.num_experts) == ("layers.1.router", 1, 2, 6)
-    differing: list[str] = []
-    Wrapped(place.module, "forward", partial(compare, place, differing))
-    moe(torch.randn(2, 5, 16))
-    assert not differing
+    x = torch.randn(2, 5, 16)
+    assert not differing(model, lambda: moe(x))
 
 
-def test_wrappers_go_again_in_any_order() -> None:
+def test_observers_go_again_in_any_order() -> None:
     model = build_model("mixtral")
     places = find_routers(model)
-    calls: list[Seen] = []
-    first, second = (Watch.of(model, places).add(Look(calls.append)) for _ in range(2))
+    seeing = [Seeing(), Seeing()]
+    first, second = (Observed(model, each) for each in seeing)
     forward(model, sample_batch(model, 1, 4))
-    assert calls[0] is calls[1], "one watcher for both"
-    first()
+    assert seeing[0].runs == seeing[1].runs, "one wrapper for both"
+    first.remove()
     forward(model, sample_batch(model, 1, 4))
-    second()
+    second.remove()
     forward(model, sample_batch(model, 1, 4))
-    assert len(calls) == 3 * len(places)
+    assert [len(each.runs) for each in seeing] == [len(places), 2 * len(places)]
     assert not [place for place in places if "forward" in vars(place.module)]
+    assert not model._forward_pre_hooks
 
 
 def test_routers_that_nobody_knows_or_can_tell_are_named() -> None:

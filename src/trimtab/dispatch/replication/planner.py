@@ -18,7 +18,8 @@ from torch import Tensor
 from trimtab.dispatch import facts
 from trimtab.dispatch.exchange import Exchange, error_scope
 from trimtab.dispatch.facts import CallId
-from trimtab.dispatch.replication.plan import ReplicaPlan, ReplicationConfig, physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.options import ReplicationConfig
+from trimtab.dispatch.replication.plan import ReplicaPlan, physical_ids, replica_plan, slot_shares
 from trimtab.dispatch.replication.route import ReplicaRoute, experts_to_send
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.routing.recompute import replayed, replaying

@@ -20,8 +20,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-PARTS = 1024
-"""A tolerance is so many parts of the mean, rounded down."""
+from trimtab.dispatch.options import PARTS
+
 POWERS = 9
 """Tolerances that the rule tries: 1/64, 1/32, ... 2, 4; beside the mean itself, and moving nothing."""
 

@@ -17,9 +17,9 @@ Legend: R expert rows, e experts, A in features, B out features, C either width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Protocol, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,24 @@ class Operands:
     def weight(self, w_eAB: Tensor, along: Along) -> Tensor:
         """[e, A, B], held as [expert, in, out]. "in": the product contracts A (forward). "out": B (dgrad)."""
         return self.quantize(w_eAB, None, "weight", along).dequantized()
+
+
+class Products(Protocol):
+    """The three products of one weight in one call: `trimtab.experts.low_precision.LowPrecisionProducts`."""
+
+    def forward(self, x_SA: Tensor, w_eAB: Tensor, bias_eB: Tensor | None = None) -> Tensor:
+        """[S, B] in x's dtype."""
+
+    def dgrad(self, dy_SB: Tensor, w_eAB: Tensor) -> Tensor:
+        """[S, A] in dy's dtype."""
+
+    def keep(self, rows_SC: Tensor, role: Role) -> tuple[Tensor, ...]:
+        """An operand of `wgrad`, quantized."""
+
+    def wgrad(
+        self, x: tuple[Tensor, ...], dy: tuple[Tensor, ...], out: Sequence[Tensor], adds: Sequence[bool], stacked: bool
+    ) -> None:
+        """Into `out`, one [e, B, A] or e of [B, A]."""
 
 
 class RecipeState(Operands, nn.Module):

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.autograd import in_backward
 from trimtab.errors import ConfigError
 from trimtab.integrations.megatron.protocol import TopKRouter
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
+from trimtab.routing.port import Port, RouterInfo, carrying
 
 LOSSES = {
     "aux": ("aux_loss", "load_balancing_loss"),
@@ -82,11 +84,25 @@ class Router(TopKRouter):  # type: ignore[misc]
             weights_TK = self._with_losses(weights_TK, routing)
             if self.enable_expert_bias:
                 self.local_tokens_per_expert += routing.basis.chosen_E
+        # Megatron's recompute has no tape: what runs in a backward is none of the model's forwards.
+        weights_TK = carrying(weights_TK, decides.observed(routing, inside=not in_backward()))
 
         def by_position(t_TK: Tensor) -> Tensor:
             return t_TK.view(sequences, positions, t_TK.shape[1]).transpose(0, 1).flatten(0, 1)
 
         return by_position(weights_TK), by_position(routing.ids_TK)
+
+    @property
+    def port(self) -> Port:
+        """Of the router that decides: `trimtab.observing`, record and replay find it here."""
+        port: Port = self._decides[0].port
+        return port
+
+    @property
+    def info(self) -> RouterInfo:
+        """For observers."""
+        info: RouterInfo = self._decides[0].info
+        return info
 
     def _with_losses(self, weights_TK: Tensor, routing: Any) -> Tensor:
         """The weights, whose backward is that of the losses too; and the losses in Megatron's log."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.dispatch.options import ExchangeOptions
-from trimtab.dispatch.replication.plan import Replication
+from trimtab.dispatch.options import ExchangeOptions, Replication
 from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, torchtitan_base, transport_over
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from trimtab.dispatch.replication.plan import COPY_COST, Replication
+from trimtab.dispatch.options import COPY_COST, Replication
 from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher
 from trimtab.integrations.torchtitan.exchange import HOME
 from trimtab.integrations.torchtitan.replicated import RoutedExperts

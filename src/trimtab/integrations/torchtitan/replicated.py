@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.dispatch.replication.plan import COPY_COST, Replication
+from trimtab.dispatch.options import COPY_COST, Replication
 from trimtab.errors import ConfigError
 from trimtab.experts.replicated import Replicas, tied
 from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher

@@ -61,8 +61,7 @@ def register(
         ConfigError: there is no transport or combine of that name or no such `replicate_experts`, transformers has
             another implementation of that name, or it was registered with other options.
     """
-    from trimtab.dispatch.options import ExchangeOptions
-    from trimtab.dispatch.replication.plan import COPY_COST
+    from trimtab.dispatch.options import COPY_COST, ExchangeOptions
     from trimtab.errors import BackendError
 
     options = ExchangeOptions(

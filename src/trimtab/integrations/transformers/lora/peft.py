@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from trimtab.errors import BackendError, ConfigError
+from trimtab.experts.lora import stack_factors
 from trimtab.experts.quantized import values_per_byte
-from trimtab.experts.weight import LoraFactors, stack_factors
+from trimtab.experts.weight import LoraFactors
 from trimtab.integrations.transformers.experts import ATTACHED, is_ours
 from trimtab.integrations.transformers.quantized.params import MARK, WEIGHTS
 from trimtab.integrations.transformers.replicated_params import cut_over_tensor_ranks

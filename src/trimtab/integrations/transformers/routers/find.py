@@ -1,7 +1,6 @@
 """Where a model of transformers decides: every router as a place with its layer, its rule and its selection bias.
 
-Nothing of transformers is imported: a router is known by its class (`router_rules`), and watched or told by a wrapper
-around the `forward` of that one module, which goes again.
+Nothing of transformers is imported: a router is known by its class (`routers.rules`).
 
 Legend: E experts, K experts per token.
 """
@@ -9,75 +8,24 @@ Legend: E experts, K experts per token.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
+from trimtab.checkpoint.state import plain_name
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.routers.rules import RULES, UNREACHABLE, Rule
+from trimtab.integrations.transformers.summary import own_name
+from trimtab.routing.port import RouterInfo
 
 _ENDINGS = ("TopKRouter", "TopkRouter", "Router", "Gate")
 _BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 """What families call the bias that joins the scores for the selection alone; in the router, or in the block around."""
-_WRAPPERS = re.compile(r"^(module\.|base_model\.model\.)+|\b(_orig_mod|_checkpoint_wrapped_module)\.")
-
-
-Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-
-class Wrapped:
-    """What stands in front of one module's method until `remove`: around(method, args, kwargs) is called instead.
-
-    tells: it changes what the method gives, and so goes beneath all that only look, whichever came first.
-    owner: for whom.
-    """
-
-    def __init__(
-        self, module: nn.Module, name: str, around: Around, *, tells: bool = False, owner: object = None
-    ) -> None:
-        self._module, self._name, self._around, self._tells, self.owner = module, name, around, tells, owner
-        self._on, self._held = True, name in vars(module)
-        self._before: Callable[..., Any] = getattr(module, name)
-        over = self._top() if tells else None
-        while over is not None and not over._tells and (next_ := _wrapper(over._before)) and not next_._tells:
-            over = next_
-        if over is None or over._tells:
-            setattr(module, name, self._call)
-        else:
-            self._held, self._before = over._held, over._before
-            over._held, over._before = True, self._call
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return self._around(self._before, args, kwargs) if self._on else self._before(*args, **kwargs)
-
-    def _top(self) -> Wrapped | None:
-        return _wrapper(vars(self._module).get(self._name))
-
-    def remove(self) -> None:
-        """The method is as before. Under another wrapper this one steps aside, and goes with that one."""
-        self._on = False
-        while (top := self._top()) is not None and not top._on:
-            if top._held:
-                setattr(self._module, self._name, top._before)
-            else:
-                delattr(self._module, self._name)
-
-
-def wrappers(module: nn.Module, name: str) -> Iterator[Wrapped]:
-    """What stands in front of a method, from the outermost on."""
-    one = _wrapper(vars(module).get(name))
-    while one is not None:
-        if one._on:
-            yield one
-        one = _wrapper(one._before)
-
-
-def _wrapper(method: Any) -> Wrapped | None:
-    owner = getattr(method, "__self__", None)
-    return owner if isinstance(owner, Wrapped) else None
+_OUTER = re.compile(r"^(module\.|base_model\.model\.)+")
+_WHOLE = re.compile(r"^(.*)\.(?:original_module|modules_to_save\.([^.]+))$")
+"""Where peft keeps the copies of a module that it saves whole: the wrapper, and the adapter's name."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,6 +33,8 @@ class RouterPlace:
     """One router of a model of transformers.
 
     name: of the router module, without what wrappers (DDP, peft, torch.compile, checkpointing) add. module: it.
+    copies: others that may run in its place: where peft saves the router whole, the one without the adapter, and those
+        of adapters that are not active.
     family: its class.
     number: among the model's routers. layer: among all its layers, dense ones counted. layers: how many those are.
     num_experts: E, with what a family counts beside experts. top_k: K.
@@ -95,6 +45,7 @@ class RouterPlace:
 
     name: str
     module: nn.Module
+    copies: tuple[nn.Module, ...]
     family: str
     number: int
     layer: int
@@ -105,6 +56,14 @@ class RouterPlace:
     bias_in: nn.Module
     bias: str
 
+    @property
+    def info(self) -> RouterInfo:
+        """For observers."""
+        return RouterInfo(
+            name=self.name, num_experts=self.num_experts, top_k=self.top_k, score=self.rule.score, family=self.family,
+            holes=False,
+        )  # fmt: skip
+
 
 def find_routers(model: nn.Module) -> list[RouterPlace]:
     """Every router of a model of transformers, in the order of the layers; none for a model without experts.
@@ -114,28 +73,31 @@ def find_routers(model: nn.Module) -> list[RouterPlace]:
     """
     places: list[RouterPlace] = []
     modules = dict(model.named_modules())
-    routed: set[str] = set()
+    found: dict[str, list[tuple[str, Rule]]] = {}
     for name, module in modules.items():
-        family = type(module).__name__
         refused = next((why for cls in type(module).__mro__ if (why := UNREACHABLE.get(cls.__name__))), None)
         if refused:
+            family = type(module).__name__
             raise ConfigError(f"{name} ({family}): its decisions cannot be recorded or replayed: {refused}")
         rule = _rule_of(module)
-        if rule is None:
-            continue
-        around = _around(name)
-        routed.add(around)
+        if rule is not None:
+            found.setdefault(plain(name), []).append((name, rule))
+    for plainly, copies in found.items():
+        name, rule = next((one for one in copies if _is_active(one[0], modules)), copies[0])
+        module = modules[name]
         layer, layers = _layer_of(name, modules)
-        bias_in, bias = _bias_of(module, modules[around])
+        bias_in, bias = _bias_of(module, modules[_around(name)])
         places.append(
             RouterPlace(
-                name=plain(name), module=module, family=family, number=len(places), layer=layer, layers=layers,
+                name=plainly, module=module, copies=tuple(modules[other] for other, _ in copies if other != name),
+                family=type(module).__name__, number=len(places), layer=layer, layers=layers,
                 num_experts=int(attrgetter(rule.classes)(module)), top_k=int(attrgetter(rule.top_k)(module)),
                 rule=rule, bias_in=bias_in, bias=bias,
             )
         )  # fmt: skip
+    routed = {plain(_around(copies[0][0])) for copies in found.values()}
     for name, module in modules.items():
-        if hasattr(module, "has_post_expert_norm") and (around := _around(name)) not in routed:
+        if hasattr(module, "has_post_expert_norm") and plain(around := _around(name)) not in routed:
             inside = {key: type(child).__name__ for key, child in modules[around].named_children()}
             raise ConfigError(
                 f"{name} ({type(module).__name__}): no router that trimtab knows among {inside}; if one of them gives "
@@ -145,13 +107,28 @@ def find_routers(model: nn.Module) -> list[RouterPlace]:
 
 
 def plain(name: str) -> str:
-    """A module's name without what wrappers add to it."""
-    return _WRAPPERS.sub("", name)
+    """A module's name without what DDP, peft, torch.compile and checkpointing add to it."""
+    name = own_name(_OUTER.sub("", plain_name(name)))
+    whole = _WHOLE.match(name)
+    return whole[1] if whole else name
 
 
 def _around(name: str) -> str:
     """The block that a module is in, which peft's wrappers may have moved deeper."""
-    return re.sub(r"(\.base_layer)+$", "", name).rpartition(".")[0]
+    inner = name.removesuffix(".base_layer")
+    whole = _WHOLE.match(inner)
+    outer = whole[1] if whole else inner
+    return name.rpartition(".")[0] if outer == name else _around(outer)
+
+
+def _is_active(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a module is the one that runs, of the copies that peft keeps where it saves a module whole."""
+    whole = _WHOLE.match(name)
+    if whole is None:
+        return True
+    wrapper: Any = modules[whole[1]]
+    active = () if wrapper.disable_adapters else wrapper.active_adapters
+    return whole[2] in active if whole[2] else not active
 
 
 def _rule_of(module: nn.Module) -> Rule | None:

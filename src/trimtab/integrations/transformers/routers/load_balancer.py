@@ -1,6 +1,6 @@
 """Balance of the experts of transformers' models: by the selection bias, by losses over the global batch, or both.
 
-Legend: T tokens, E experts, K experts per token, H bins.
+Legend: E experts.
 """
 
 from __future__ import annotations
@@ -14,36 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import Function
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.routers.find import RouterPlace, find_routers
-from trimtab.integrations.transformers.routers.selection_bias import (
-    ADDED,
-    SelectionBias,
-    add_selection_bias,
-    check_quantile,
-)
-from trimtab.integrations.transformers.routers.watch import Look, Seen, Watch
+from trimtab.integrations.transformers.routers.find import find_routers
+from trimtab.integrations.transformers.routers.observe import Observed, observing
+from trimtab.integrations.transformers.routers.selection_bias import HeldBias, add_selection_bias, check_quantile
 from trimtab.routing.balance import stepped_bias
-from trimtab.routing.config import BIAS_RULES, RouterConfig
-from trimtab.routing.decision import Basis, Routing
-from trimtab.routing.losses import Groups, LossGroups, StepTotals, all_sum, balance_losses
-from trimtab.routing.quantile import BINS, add_required, quantile_bias
+from trimtab.routing.config import BIAS_RULES
+from trimtab.routing.losses import Groups, StepTotals, all_sum
+from trimtab.routing.observers import ADDED, BalanceLosses, Loads, Quantiles, SelectionBias
+from trimtab.routing.port import Observer
+from trimtab.routing.quantile import quantile_bias
 from trimtab.validation import check_flags
-
-
-class _WithLoss(Function):
-    """A tensor whose backward is also that of a loss of weight 1, wherever the tensor goes."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
-        ctx.like = loss
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones_like(ctx.like)
 
 
 class LoadBalancer:
@@ -78,7 +60,6 @@ class LoadBalancer:
     averaged over tokens; a loss that is scaled (float16's scaler) has to be unscaled.
 
     Attributes:
-        micro_batches: of an optimizer step, over which losses are averaged.
         losses: name -> value of the last step, a scalar on the device.
 
     Raises:
@@ -101,22 +82,39 @@ class LoadBalancer:
         places = find_routers(model)
         if not places:
             raise ConfigError(f"no router in {type(model).__name__}: there is nothing to balance")
-        self.rule, self.rate, self.micro_batches = bias, rate, 1
+        self.rule, self.rate = bias, rate
         self.losses: dict[str, Tensor] = {}
-        self.first_passing = False
-        self._given = group
-        self._off = _own_losses_off(model) if aux_loss else (lambda: None)
+        self._model, self._given = model, group
         if isinstance(add_bias, bool):
             check_flags(add_bias=add_bias)
-        self._selecting = add_selection_bias(places, None if add_bias is True else Path(add_bias)) if add_bias else []
-        self._layers = [_Layer(self, place, len(places), aux_loss, z_loss, bool(add_bias)) for place in places]
-        if bias is not None and not any(layer.bias for layer in self._layers):
+        if add_bias:
+            add_selection_bias(places, None if add_bias is True else Path(add_bias))
+        biased = [place for place in places if place.bias or (add_bias and hasattr(place.module, ADDED))]
+        if bias is not None and not biased:
             raise ConfigError(
                 f"the routers of {type(model).__name__} have no selection bias: add_bias=True gives them one, which is "
                 "saved with the model; or balance by aux_loss= with bias=None"
             )
-        see = {layer.place.name: layer.see for layer in self._layers}
-        self._leave = Watch.of(model, places).add(Look(lambda seen: see[seen.place.name](seen)))
+        if bias == "quantile":
+            for place in biased:
+                check_quantile(place)
+        self._biases = {place.name: HeldBias(place) for place in biased} if bias else {}
+        self._loads = Loads()
+        self._quantiles = Quantiles({name: b.read for name, b in self._biases.items()} if bias == "quantile" else {})
+        self._balance = BalanceLosses(aux_loss=aux_loss, z_loss=z_loss, group=lambda: self.group)
+        observers: list[Observer] = [SelectionBias()] if add_bias else []
+        observers += [self._loads, *([self._quantiles] if bias == "quantile" else [])]
+        self._observed = Observed(model, *observers, *([self._balance] if aux_loss or z_loss else []))
+        self._off = own_losses_off(model) if aux_loss else (lambda: None)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of an optimizer step, over which losses are averaged."""
+        return self._balance.micro_batches
+
+    @micro_batches.setter
+    def micro_batches(self, number: int) -> None:
+        self._balance.micro_batches = number
 
     @property
     def group(self) -> Groups:
@@ -132,124 +130,35 @@ class LoadBalancer:
         different sizes. It costs a forward for each, without gradients, and is exact where the model draws nothing (no
         dropout or jitter) in front of a router. Every rank comes here; one all-reduce. `step` forgets them.
         """
-        self.first_passing = True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.first_passing = False
-        for layer, loads_E in zip(self._layers, self._global_loads(), strict=True):
-            layer.totals = StepTotals(tokens=loads_E.sum() / layer.place.top_k, counts_E=loads_E)
-            layer.counts_E.zero_()
-
-    def _global_loads(self) -> tuple[Tensor, ...]:
-        counts = all_sum(torch.cat([layer.counts_E for layer in self._layers]), self.group)
-        return torch.split(counts, [layer.place.num_experts for layer in self._layers])
+        loads = Loads(every=True)
+        with observing(self._model, loads), torch.no_grad():
+            yield
+        for name, loads_E in loads.split(all_sum(loads.take(), self.group)).items():
+            tokens = loads_E.sum() / self._observed.routers[name].top_k
+            self._balance.totals[name] = StepTotals(tokens=tokens, counts_E=loads_E)
 
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
         """End an optimizer step: move the biases, forget the step's counts, and return them: slots per expert on all
         ranks, [E] int64 by router. Every rank calls; one all-reduce, with "quantile" two."""
-        loads = self._global_loads()
-        histograms = [layer.histogram_EH for layer in self._layers if layer.histogram_EH is not None]
-        sums: Any = iter(())
-        if histograms:
-            whole = all_sum(torch.cat([histogram.flatten() for histogram in histograms]), self.group)
-            sums = iter(torch.split(whole, [histogram.numel() for histogram in histograms]))
-        for layer, loads_E in zip(self._layers, loads, strict=True):
-            if layer.histogram_EH is not None and layer.bias is not None:
-                required_EH = next(sums).view_as(layer.histogram_EH)
-                layer.bias.write(quantile_bias(required_EH, layer.bias.read(), layer.place.top_k))
-            elif layer.bias is not None and self.rule == "sign":
-                layer.bias.write(stepped_bias(layer.bias.read(), loads_E, self.rate))
-        values: dict[str, Tensor] = {}
-        for layer in self._layers:
-            for name, value in layer.values.items():
-                values[name] = values[name] + value if name in values else value
-            layer.reset()
-        self.losses = values
-        return {layer.place.name: loads_E for layer, loads_E in zip(self._layers, loads, strict=True)}
+        loads = self._loads.split(all_sum(self._loads.take(), self.group))
+        required = self._quantiles.take(self.group)
+        for name, bias in self._biases.items():
+            if self.rule == "quantile":
+                bias.write(quantile_bias(required[name], bias.read(), self._observed.routers[name].top_k))
+            else:
+                bias.write(stepped_bias(bias.read(), loads[name], self.rate))
+        self.losses = self._balance.values
+        self._balance.reset()
+        return loads
 
     def remove(self) -> None:
         """The model routes, and computes its losses, as before; biases stay where they are."""
-        self._leave()
-        for wrapped in self._selecting:
-            wrapped.remove()
+        self._observed.remove()
         self._off()
 
 
-class _Layer:
-    """One router: its counts in this step, its bias, its losses."""
-
-    def __init__(
-        self, balance: LoadBalancer, place: RouterPlace, layers: int, aux_loss: float, z_loss: float, added: bool
-    ) -> None:
-        self.balance, self.place = balance, place
-        E, K = place.num_experts, place.top_k
-        device = next(place.module.parameters()).device
-        has_bias = bool(place.bias) or (added and hasattr(place.module, ADDED))
-        self.bias = SelectionBias(place) if has_bias and balance.rule else None
-        if z_loss and place.rule.score == "given":
-            raise ConfigError(f"{place.name} ({place.family}): z_loss needs logits, and this router gives scores")
-        self.config = RouterConfig(
-            num_experts=E, top_k=K, score="softmax" if place.rule.score == "softmax" else "sigmoid",
-            global_aux_loss=aux_loss * K / layers, z_loss=z_loss / layers,
-        )  # fmt: skip
-        self.counts_E = torch.zeros(E, dtype=torch.int64, device=device)
-        self.histogram_EH: Tensor | None = None
-        if self.bias is not None and balance.rule == "quantile":
-            check_quantile(place)
-            self.histogram_EH = torch.zeros(E, BINS, dtype=torch.int64, device=device)
-        self.reset()
-
-    def reset(self) -> None:
-        """A step begins."""
-        self.counts_E.zero_()
-        if self.histogram_EH is not None:
-            self.histogram_EH.zero_()
-        self.values: dict[str, Tensor] = {}
-        self.totals: StepTotals | None = None
-        self._before_E: Tensor | None = None
-        self._so_far_E: Tensor | None = None
-
-    def see(self, seen: Seen) -> None:
-        """Count one run of the router, and let its losses join the backward."""
-        if self.balance.first_passing:
-            self.counts_E += seen.chosen_E
-            return
-        if not self.place.module.training or not torch.is_grad_enabled():
-            return
-        if seen.first:
-            self.counts_E += seen.chosen_E
-            self._before_E = self._so_far_E
-            if self.histogram_EH is not None and self.bias is not None:
-                # Detached: a checkpoint's second run, which saves the same tensors as the first, does not come here.
-                scores_TE = self.place.rule.scores(self.place.module, seen.logits_TE.detach())
-                add_required(self.histogram_EH, scores_TE, self.bias.read(), self.place.top_k, seen.real_T)
-        if (self.config.global_aux_loss or self.config.z_loss) and seen.logits_TE.requires_grad:
-            self._join_losses(seen)
-
-    def _join_losses(self, seen: Seen) -> None:
-        logits_TE = seen.logits_TE.to(torch.promote_types(seen.logits_TE.dtype, torch.float32))
-        chosen_TK, chosen_E = seen.chosen_TK, seen.chosen_E
-        basis = Basis(chosen_TK, chosen_TK, chosen_E, seen.scores_TE.to(logits_TE.dtype), seen.real_T, 1, None)
-        found, counts_E = balance_losses(
-            Routing(chosen_TK, seen.weights_TK, chosen_E, logits_TE, basis),
-            config=self.config, groups=LossGroups(batch=self.balance.group), totals=self.totals,
-            counts_before_E=self._before_E,
-        )  # fmt: skip
-        if self.totals is None:
-            found = {name: loss / self.balance.micro_batches for name, loss in found.items()}
-        if seen.first and counts_E is not None:
-            self._so_far_E = counts_E if self._before_E is None else self._before_E + counts_E
-            for name, loss in found.items():
-                self.values[name] = self.values.get(name, 0) + loss.detach()
-        loss, outputs = sum(found.values(), logits_TE.new_zeros(())), seen.outputs
-        carrier = next((i for i, output in enumerate(outputs) if output is seen.weights_TK), 0)
-        seen.outputs = tuple(_WithLoss.apply(o, loss) if i == carrier else o for i, o in enumerate(outputs))  # type: ignore[no-untyped-call]
-
-
-def _own_losses_off(model: nn.Module) -> Callable[[], None]:
+def own_losses_off(model: nn.Module) -> Callable[[], None]:
     """Take the model's own balance loss out of its loss; returns what puts it back.
 
     Raises:

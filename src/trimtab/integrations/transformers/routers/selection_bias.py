@@ -5,9 +5,7 @@ Legend: T tokens, E experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +13,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trimtab.convert.safetensors_files import SafetensorsFolder
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.routers.find import RouterPlace, Wrapped
-from trimtab.routing.select import top
+from trimtab.integrations.transformers.routers.find import RouterPlace
+from trimtab.routing.observers import ADDED
 
-ADDED = "selection_bias"
 _LOOKS_UP = ("DeepseekV4HashRouter",)
 """Routers that look experts up by the token's id: nothing is selected by scores."""
 
 
-class SelectionBias:
-    """One router's, in float32 whatever the model's dtype: its steps are below the resolution of bfloat16.
+class HeldBias:
+    """One router's selection bias, in float32 whatever the model's dtype: its steps are below bfloat16's resolution.
 
     A family's own buffer becomes float32 in the model; a parameter, of which the model may hold a shard, keeps its
     dtype, and what it rounds off is kept here.
@@ -63,9 +60,9 @@ class SelectionBias:
         )
 
 
-def add_selection_bias(places: list[RouterPlace], saved: Path | None) -> list[Wrapped]:
-    """Give routers that have no selection bias a buffer of that name, and have them select by scores + bias: in
-    training and behind it. It is saved with the model.
+def add_selection_bias(places: list[RouterPlace], saved: Path | None) -> None:
+    """Give routers that have no selection bias a buffer of that name, by which the observer `SelectionBias` decides. It
+    is saved with the model.
 
     saved: a model's folder whose biases are taken; else those that routers have, or zeros.
 
@@ -75,7 +72,6 @@ def add_selection_bias(places: list[RouterPlace], saved: Path | None) -> list[Wr
     store = None if saved is None else SafetensorsFolder(saved)
     # Families save blocks under other names than they have in the model; the numbers of layers are the same.
     stored = {_numbers(name): name for name in store.infos if name.endswith(f".{ADDED}")} if store else {}
-    wrapped = []
     for place in places:
         if place.bias or place.family in _LOOKS_UP:
             continue
@@ -87,24 +83,10 @@ def add_selection_bias(places: list[RouterPlace], saved: Path | None) -> list[Wr
         if store is not None or not hasattr(place.module, ADDED):
             bias = torch.zeros(place.num_experts) if store is None else store.read([name])[name].float()
             place.module.register_buffer(ADDED, bias.to(device))
-        wrapped.append(Wrapped(place.module, "forward", _selecting(place), tells=True))
-    return wrapped
 
 
 def _numbers(name: str) -> tuple[str, ...]:
     return tuple(part for part in name.split(".") if part.isdecimal())
-
-
-def _selecting(place: RouterPlace) -> Callable[..., Any]:
-    def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outputs = forward(*args, **kwargs)
-        logits_TE = place.rule.read(place.module, outputs)[0]
-        with torch.no_grad():
-            biased_TE = place.rule.scores(place.module, logits_TE) + getattr(place.module, ADDED)
-            ids_TK = top(biased_TE, place.top_k)
-        return place.rule.of(place.module, (*args, *kwargs.values()), outputs, ids_TK)
-
-    return around
 
 
 def check_quantile(place: RouterPlace) -> None:

@@ -11,10 +11,11 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from trimtab.atomic_write import write_whole
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.routers.loads import RouterLoads
+from trimtab.integrations.transformers.routers.observe import Observed
 from trimtab.integrations.transformers.trainer.replica_counts import ReplicaCounts, with_replica_counts
 from trimtab.routing.load_picture import draw_loads, read_metrics
 from trimtab.routing.loads import load_metrics, load_scalars
+from trimtab.routing.observers import Loads
 from trimtab.validation import check_sizes
 
 LOADS, PICTURE = "loads.jsonl", "load.png"
@@ -60,13 +61,14 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
             raise ConfigError(f"most_keys={most_keys}: there are five numbers of the model as a whole")
         self.trainer, self.every, self.most_keys = trainer, every, most_keys
         self.folder = Path(trainer.args.output_dir if folder is None else folder)
-        self.counts: RouterLoads | None = None
+        self.counts = Loads()
+        self._observed: Observed | None = None
         self.replicas: ReplicaCounts | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count from now on. Of a run that goes on, the lines up to its step stay."""
         self._stop()
-        self.counts, self.replicas = RouterLoads(self.trainer.model), ReplicaCounts(self.trainer.model)
+        self._observed, self.replicas = Observed(self.trainer.model, self.counts), ReplicaCounts(self.trainer.model)
         self._written = state.global_step
         if state.is_world_process_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -77,9 +79,9 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report, where it is time. Every rank comes here; one all-reduce."""
-        if self.counts is None or (state.global_step % self.every and state.global_step != state.max_steps):
+        if self._observed is None or (state.global_step % self.every and state.global_step != state.max_steps):
             return
-        scalars = load_scalars(self._write(self.counts, state), self.most_keys)
+        scalars = load_scalars(self._write(state), self.most_keys)
         state.log_history.append({**scalars, "step": state.global_step})
         for callback in self.trainer.callback_handler.callbacks:
             if callback is not self and not isinstance(callback, (PrinterCallback, ProgressCallback)):
@@ -88,21 +90,20 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count no longer, and draw. The steps since the last report, where training was ended early, become a line;
         trackers are closed by now."""
-        if self.counts is not None and state.global_step != self._written:
-            self._write(self.counts, state)
+        if self._observed is not None and state.global_step != self._written:
+            self._write(state)
         self._stop()
         if state.is_world_process_zero:
             draw_loads(self.folder / LOADS, self.folder / PICTURE)
 
-    def _write(self, counts: RouterLoads, state: Any) -> dict[str, dict[str, Any]]:
+    def _write(self, state: Any) -> dict[str, dict[str, Any]]:
         """The records by layer of what was counted on all ranks since the last time, now a line of the file."""
-        taken = counts.take_all()
+        taken = self.counts.take()
         if dist.is_initialized():
             dist.all_reduce(taken)
         taken //= self.trainer.get_tp_size()  # these ranks hold the same tokens
-        loads, dropped = taken[: -len(counts.names)].tolist(), taken[-len(counts.names) :].tolist()
-        named = zip(counts.split(loads).items(), dropped, strict=True)
-        layers = {name: load_metrics(of_layer, lost) for (name, of_layer), lost in named}
+        listed = self.counts.listed(taken.tolist())
+        layers = {name: load_metrics(loads, dropped) for name, (loads, dropped) in listed.items()}
         if self.replicas is not None:
             layers = with_replica_counts(layers, self.replicas.reported())
         if state.is_world_process_zero:
@@ -112,7 +113,7 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
         return layers
 
     def _stop(self) -> None:
-        for counts in (self.counts, self.replicas):
-            if counts is not None:
-                counts.remove()
-        self.counts = self.replicas = None
+        for counting in (self._observed, self.replicas):
+            if counting is not None:
+                counting.remove()
+        self._observed = self.replicas = None

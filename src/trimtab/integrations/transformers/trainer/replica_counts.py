@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from trimtab.autograd import not_in_graphs
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.integrations.transformers.routers.find import plain
-from trimtab.integrations.transformers.routers.watch import FirstRuns
-from trimtab.integrations.transformers.summary import own_name
 from trimtab.moe import MoE
+from trimtab.routing.port import CountOnce
 
 
 def replicating_dispatchers(model: nn.Module) -> dict[str, tuple[nn.Module, Dispatcher]]:
@@ -32,7 +31,7 @@ def replicating_dispatchers(model: nn.Module) -> dict[str, tuple[nn.Module, Disp
     found: dict[str, tuple[nn.Module, Dispatcher]] = {}
     for name, module in model.named_modules():
         if isinstance(module, MoE):
-            found[own_name(plain(name))] = module, module.dispatcher
+            found[plain(name)] = module, module.dispatcher
         elif id(module) in of_experts:
             found[_around(name)] = module, of_experts[id(module)]
     return {
@@ -53,14 +52,14 @@ class ReplicaCounts:
         self._sums = torch.zeros(len(layers), 5, dtype=torch.int64, device=device)
         self._ranks = [dispatcher.ranks for _, dispatcher in layers.values()]
         self._hooks = [
-            module.register_forward_hook(partial(self._see, sums, dispatcher, FirstRuns()))
+            module.register_forward_hook(partial(self._see, sums, dispatcher, CountOnce()))
             for sums, (module, dispatcher) in zip(self._sums, layers.values(), strict=True)
         ]
 
     @not_in_graphs
-    def _see(self, sums: Tensor, dispatcher: Dispatcher, runs: FirstRuns, module: nn.Module, *_: Any) -> None:
+    def _see(self, sums: Tensor, dispatcher: Dispatcher, runs: CountOnce, module: nn.Module, *_: Any) -> None:
         report, transport = dispatcher.replicated, dispatcher.transport
-        if report is None or transport is None or not runs.here(module):
+        if report is None or transport is None or not runs.here(module.training):
             return
         before_P, after_P, mine = report.loads_before_P, report.loads_after_P, report.replicas_P[transport.rank]
         sums += torch.stack([before_P.amax(), after_P.amax(), before_P.sum(), mine, mine * report.replica_bytes])
@@ -104,4 +103,4 @@ def with_replica_counts(
 
 def _around(name: str) -> str:
     """The block that a router or experts module is in, whatever wraps them."""
-    return own_name(plain(name)).rpartition(".")[0]
+    return plain(name).rpartition(".")[0]

@@ -1,0 +1,233 @@
+"""The seam of a router: observers decide other experts, or see what was decided and give a loss to carry.
+
+    port.decide(run)       each observer in the order of arrival, the last word holds; a recompute takes its first run's
+    loss = port.see(run)   joins the backward where the router's weights go (`carrying`), or the layer's own losses
+
+`Router.port` is one, and so is that of Megatron's router; `integrations.transformers.routers.ports` puts one in front
+of each router of a transformers model. `trimtab.observing(model, *observers)` adds observers to all of them.
+
+Ids are coded in one tensor: an expert, -1 for none, -2 - e for an expert e that was picked but had no room.
+
+Legend: B sequences, L positions, T tokens of this rank, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+
+from trimtab.autograd import in_backward, not_in_graphs
+from trimtab.routing.recompute import counted_before, replayed, replaying, running
+from trimtab.routing.scores import count_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterInfo:
+    """What is known of a router before it runs.
+
+    name: of its module, without what wrappers (DDP, peft, torch.compile, checkpointing) add.
+    top_k: how many ids a decision has for a token.
+    score: how logits become scores: a name of `trimtab.routing.scores.SCORES`, "given", or a family's own.
+    family: for errors.
+    partial: -1 is a decision: experts pick, or have a capacity. Else a token of -1 alone is decided live.
+    holes: some ids of a token may be -1.
+    """
+
+    name: str
+    num_experts: int
+    top_k: int
+    score: str = "softmax"
+    family: str = "trimtab"
+    partial: bool = False
+    holes: bool = True
+
+
+class RouterRun:
+    """One run of a router.
+
+    info: of the router. router: its module. training: its mode.
+    logits_TE: live. scores: computes those of all experts, differentiable, without bias and group limits.
+    shape: (B, L) of the forward that it is part of; None where it is part of none, as in a recompute of one's own.
+    rows_T: bool [B * L], the tokens that the router sees; None for all.
+    again: the second run of a checkpointed block.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        router: nn.Module,
+        *,
+        ids: Tensor | Callable[[], Tensor],
+        logits_TE: Tensor,
+        scores: Callable[[], Tensor],
+        shape: tuple[int, int] | None,
+        rows_T: Tensor | None = None,
+        real: Callable[[], Tensor | None] | None = None,
+        turn: int = 1,
+    ) -> None:
+        self.port, self.info, self.router, self.training = port, port.info, router, router.training
+        self.logits_TE, self.scores, self.shape = logits_TE, scores, shape
+        self.rows_T, self._real, self._turn, self._ids = rows_T, real, turn, ids
+        self.again = replaying()
+
+    @property
+    def name(self) -> str:
+        """The router's name; NAME#2 where it decides for the second time in a forward."""
+        return self.info.name if self._turn == 1 else f"{self.info.name}#{self._turn}"
+
+    @property
+    def ids_TK(self) -> Tensor:
+        """The ids that hold, coded; the router's own are computed when they are first asked for."""
+        if not isinstance(self._ids, Tensor):
+            self._ids = self._ids()
+        return self._ids
+
+    @ids_TK.setter
+    def ids_TK(self, ids_TK: Tensor) -> None:
+        self._ids = ids_TK
+
+    @cached_property
+    def real_T(self) -> Tensor | None:
+        """The tokens that are no padding, bool; None for all."""
+        return None if self._real is None else self._real()
+
+    @cached_property
+    def counts(self) -> bool:
+        """Whether this run counts, see `CountOnce`. Not to be asked in a graph of `torch.compile`."""
+        return self.port.counter.here(self.training)
+
+    @cached_property
+    def chosen_TK(self) -> Tensor:
+        """The picks, int64; -1 for none and for padding."""
+        ids_TK = self.ids_TK.detach().long()
+        return ids_TK if self.real_T is None else ids_TK.masked_fill(~self.real_T[:, None], -1)
+
+    @cached_property
+    def chosen_E(self) -> Tensor:
+        """Slots that picked each expert, without padding."""
+        return count_ids(self.chosen_TK, self.info.num_experts)
+
+    @cached_property
+    def kept_E(self) -> Tensor:
+        """Of these, the slots for which the expert had room; the same tensor without a capacity."""
+        return self.chosen_E
+
+
+class Observer:
+    """Takes part in each run of the routers it is added to. A subclass overrides what it needs.
+
+    traced: `see` is traced in the graphs of `torch.compile`; without, it runs between two graphs. `decide` is traced.
+    copied: a copy of the model keeps it; it has no state of its own then.
+    """
+
+    traced = False
+    copied = False
+
+    def begin(self, routers: Mapping[str, RouterInfo], device: torch.device) -> None:
+        """The routers that it is added to, by name, before their first run."""
+
+    def decide(self, run: RouterRun) -> Tensor | None:
+        """Other ids [T, K] for `run.ids_TK`, coded; None to leave them. Not called in a recompute."""
+
+    def see(self, run: RouterRun) -> Tensor | None:
+        """A scalar loss that joins the backward with weight 1, or None. Called in recomputes too (`run.again`)."""
+
+    def missed(self, info: RouterInfo, shape: tuple[int, int]) -> None:
+        """A forward of a transformers model over [B, L] has ended and did not come to this router."""
+
+
+class CountOnce:
+    """Counts each training forward once, also under activation checkpointing.
+
+    Of a reentrant checkpoint the second run counts: the first one has no gradients. A checkpoint whose two runs are
+    not told apart by a tape of `replay_in_recompute` is taken for the forward before it.
+    """
+
+    def __init__(self) -> None:
+        self._counted = False
+
+    def here(self, training: bool) -> bool:
+        """Whether the run that is under way counts; to be asked once in each run."""
+        counting = training and torch.is_grad_enabled()
+        if running():
+            return counting and not counted_before()
+        if in_backward():
+            return counting and not self._counted
+        self._counted = counting
+        return counting
+
+
+class Port:
+    """The observers of one router. A copy of the module has a port of its own, with the observers that are `copied`."""
+
+    def __init__(self, info: RouterInfo, observers: Sequence[Observer] = ()) -> None:
+        self.info = info
+        self.observers = list(observers)
+        self.counter = CountOnce()
+
+    def decide(self, run: RouterRun, *, fixed: bool = False) -> bool:
+        """Whether `run.ids_TK` has been replaced. fixed: no observer is asked."""
+        told = False
+        if not run.again and not fixed:
+            for observer in self.observers:
+                ids_TK = observer.decide(run)
+                if ids_TK is not None:
+                    run.ids_TK, told = ids_TK, True
+        if running():
+            run.ids_TK, told = replayed([run.ids_TK.int()], "ids")[0].long(), True
+        return told
+
+    def see(self, run: RouterRun) -> Tensor | None:
+        """The sum of the observers' losses, None for none."""
+        losses = self._shown(run, True)
+        if not all(observer.traced for observer in self.observers):
+            losses += self._between_graphs(run)
+        return sum(losses[1:], losses[0]) if losses else None
+
+    @not_in_graphs
+    def _between_graphs(self, run: RouterRun) -> list[Tensor]:
+        return self._shown(run, False)
+
+    def _shown(self, run: RouterRun, traced: bool) -> list[Tensor]:
+        losses = [observer.see(run) for observer in self.observers if observer.traced == traced]
+        return [loss for loss in losses if loss is not None]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Port:
+        return Port(self.info, self._copied())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Port, (self.info, self._copied())
+
+    def _copied(self) -> list[Observer]:
+        return [observer for observer in self.observers if observer.copied]
+
+    def add(self, observers: Sequence[Observer]) -> None:
+        self.observers = [*self.observers, *observers]
+
+    def remove(self, observers: Sequence[Observer]) -> None:
+        gone = {id(observer) for observer in observers}
+        self.observers = [observer for observer in self.observers if id(observer) not in gone]
+
+
+class _WithLoss(Function):
+    """A tensor whose backward is also that of a loss of weight 1, wherever the tensor goes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        ctx.like = loss
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones_like(ctx.like)
+
+
+def carrying(tensor: Tensor, loss: Tensor | None) -> Tensor:
+    """`tensor`, whose backward is also that of `loss`."""
+    return tensor if loss is None else _WithLoss.apply(tensor, loss)  # type: ignore[no-untyped-call]
