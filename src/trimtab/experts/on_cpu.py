@@ -22,7 +22,7 @@ from trimtab.experts.matrix import cast, joined, with_rows
 from trimtab.experts.mlp_pass import Pass
 from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
-from trimtab.kernels.tensor_checks import apart
+from trimtab.kernels.tensor_checks import in_clean_thread
 
 Fields = dict[str, Any]
 ADAPTED = 32
@@ -60,7 +60,7 @@ def _passed(kernels: CompiledKernels) -> bool:
         from trimtab.kernels.expert_check import first_lora_fault
 
         # In a thread of its own: modes of the caller see nothing of it.
-        fault = apart(torch.device("cpu"), lambda: first_lora_fault(kernels, every_code))
+        fault = in_clean_thread(torch.device("cpu"), lambda: first_lora_fault(kernels, every_code))
         if fault is not None:
             warnings.warn(f"the compiled kernels: {fault}. Such experts go block by block instead", stacklevel=4)
         return fault

@@ -18,7 +18,7 @@ from torch import Tensor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.expert_check import first_cpu_fault, first_triton_fault
-from trimtab.kernels.tensor_checks import apart, modes
+from trimtab.kernels.tensor_checks import in_clean_thread, modes
 
 NAN = float("nan")
 A, B, TAIL = 16, 32, 3
@@ -47,7 +47,7 @@ def self_test(kernels: Backend, device: torch.device, dtype: torch.dtype) -> Sel
         seconds = time.perf_counter() - start
         return SelfTest(kernels=kernels.name, device=device, dtype=dtype, seconds=seconds, fault=fault)
 
-    return apart(device, run) if modes() else run()
+    return in_clean_thread(device, run) if modes() else run()
 
 
 def compiled_fault(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
