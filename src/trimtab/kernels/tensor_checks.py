@@ -80,8 +80,8 @@ def row_major(t: Tensor) -> Tensor:
 
 
 def in_clean_thread(device: torch.device, run: Callable[[], T]) -> T:
-    """Call run() in a thread of its own, with `device` as its current GPU: no autograd, mode, autocast or tracing of this
-    thread's is at work there."""
+    """Call run() in a thread of its own, with `device` as its current GPU: no autograd, mode, autocast or tracing of
+    this thread's is at work there."""
 
     def there() -> T:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
