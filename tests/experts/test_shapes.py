@@ -18,8 +18,9 @@ from helpers.emulated import INSTRUCTIONS
 from helpers.pair_modules import EMPTY
 from helpers.pair_truth import BOUNDS, HALVES, INTERLEAVED, TRUTHS
 from helpers.pairs import Pair, Subject
-from trimtab.experts import adapted_check, on_cpu
-from trimtab.experts.quantized import FORMATS
+from trimtab.experts import on_cpu
+from trimtab.experts.quantized import FORMATS, every_code
+from trimtab.kernels import expert_check
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.compiled import CompiledKernels
 
@@ -215,7 +216,7 @@ def test_gradients_are_added_to_every_element(
 
 
 def test_their_start_up_test_passes_on_all(kernels: CompiledKernels) -> None:
-    assert adapted_check.first_adapted_fault(kernels) is None
+    assert expert_check.first_lora_fault(kernels, every_code) is None
 
 
 @pytest.mark.parametrize("wrong", ["scale_up", "down_scales", "up_b"])
@@ -229,13 +230,13 @@ def test_their_start_up_test_sees_what_is_wrong(wrong: str, monkeypatch: pytest.
         run(self, name, fields)
 
     monkeypatch.setattr(CompiledKernels, "_run", wrongly)
-    assert "wrong" in str(adapted_check.first_adapted_fault(CompiledKernels()))
+    assert "wrong" in str(expert_check.first_lora_fault(CompiledKernels(), every_code))
 
 
 def test_a_fault_is_said_and_such_experts_go_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = CompiledKernels()
     monkeypatch.setattr(KernelChoice, "on", lambda *where: kernels)
-    monkeypatch.setattr(adapted_check, "first_adapted_fault", lambda kernels: "y is wrong")
+    monkeypatch.setattr(expert_check, "first_lora_fault", lambda *given: "y is wrong")
     monkeypatch.setattr(on_cpu, "forward", None)
     with pytest.warns(UserWarning, match="y is wrong.*block by block"):
         check(at(37, 64, 96, "lora+whole"))

@@ -22,7 +22,7 @@ from trimtab.experts.matrix import cast, joined, with_rows
 from trimtab.experts.mlp_pass import Pass
 from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
-from trimtab.kernels.tensor_checks import apart
+from trimtab.kernels.tensor_checks import in_clean_thread
 
 Fields = dict[str, Any]
 ADAPTED = 32
@@ -56,10 +56,11 @@ def _passed(kernels: CompiledKernels) -> bool:
     """Whether their adapters and codes give the right numbers, tested before the first use. Says so if not."""
 
     def find(kernels: CompiledKernels) -> str | None:
-        from trimtab.experts.adapted_check import first_adapted_fault
+        from trimtab.experts.quantized import every_code
+        from trimtab.kernels.expert_check import first_lora_fault
 
         # In a thread of its own: modes of the caller see nothing of it.
-        fault = apart(torch.device("cpu"), lambda: first_adapted_fault(kernels))
+        fault = in_clean_thread(torch.device("cpu"), lambda: first_lora_fault(kernels, every_code))
         if fault is not None:
             warnings.warn(f"the compiled kernels: {fault}. Such experts go block by block instead", stacklevel=4)
         return fault

@@ -32,14 +32,16 @@ _127TH = 7.874015718698502e-3
 class Format:
     """per_byte: values in a byte. outs, ins: of a block that shares a scale; 0: all inputs of an output. values: of
     codes of four bits; high_first: whether a byte's upper half comes first. stored: the dtype whose bits other codes
-    are, in parts `unit` of their scale. scales: the scales' dtype; uint8 holds a power of two, biased by 127."""
+    are, times `factor`. scales: the scales' dtype; uint8 holds a power of two, biased by 127. unit: a scale with which
+    codes stand for numbers around 1."""
 
     per_byte: int
     outs: int
     ins: int
+    unit: float
     scales: torch.dtype = torch.float32
     stored: torch.dtype = torch.uint8
-    unit: float = 1.0
+    factor: float = 1.0
     values: tuple[float, ...] = ()
     high_first: bool = False
     quantize: Callable[[Tensor, Format], tuple[Tensor, Tensor]] | None = None
@@ -79,8 +81,8 @@ def decoded(
     else:
         blocks = scale.shape[2]
         value.view(e, outs, blocks, ins // blocks).mul_(scale.unsqueeze(-1))
-    if f.unit != 1.0:
-        value.mul_(f.unit)
+    if f.factor != 1.0:
+        value.mul_(f.factor)
     return value.to(dtype) if out is None else out.copy_(value)
 
 
@@ -100,6 +102,19 @@ def quantized(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
             phase="experts",
         )
     return f.quantize(weight.detach().contiguous(), f)
+
+
+def every_code(name: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of every byte that stands for numbers, scales with which they are around 1, and the weights [e, out, in] in
+    float32: for tests of what reads codes."""
+    f, (e, outs, ins) = FORMATS[name], shape
+    place = torch.arange(e * outs * ins // f.per_byte)
+    codes = (place * 37 % (127 if name == "fp8" else 256)).to(torch.uint8)  # e4m3 has NaN at 127
+    if name == "fp8":
+        codes |= (place % 3 == 0).to(torch.uint8) << 7
+    codes = codes.view(e, outs, -1)
+    scales = torch.full(scales_of(codes, name), f.unit, dtype=f.scales)
+    return codes, scales, decoded(codes, scales, name, torch.float32)
 
 
 def _nf4(weight: Tensor, f: Format) -> tuple[Tensor, Tensor]:
@@ -130,10 +145,10 @@ def _pairs(values: tuple[float, ...], high_first: bool, device: torch.device) ->
 
 
 FORMATS = {
-    "nf4": Format(2, 1, 64, values=NF4, high_first=True, quantize=_nf4),
-    "int8": Format(1, 1, 0, stored=torch.int8, unit=_127TH, quantize=_int8),
-    "fp8": Format(1, 128, 128, stored=torch.float8_e4m3fn),
-    "mxfp4": Format(2, 1, 32, scales=torch.uint8, values=E2M1),
+    "nf4": Format(2, 1, 64, 0.25, values=NF4, high_first=True, quantize=_nf4),
+    "int8": Format(1, 1, 0, 0.25, stored=torch.int8, factor=_127TH, quantize=_int8),
+    "fp8": Format(1, 128, 128, 2.0**-10, stored=torch.float8_e4m3fn),
+    "mxfp4": Format(2, 1, 32, 124, scales=torch.uint8, values=E2M1),
 }
 """By name: NF4 with an absmax of each 64 values, as bitsandbytes packs them; int8 with an absmax of each row, as
 bitsandbytes' `int8_vectorwise_quant`; float8_e4m3 with a scale of each 128 x 128, as DeepSeek's checkpoints have them;

@@ -18,7 +18,7 @@ import torch
 
 from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels.api import Backend
-from trimtab.kernels.tensor_checks import apart, no_values
+from trimtab.kernels.tensor_checks import in_clean_thread, no_values
 
 if TYPE_CHECKING:
     from trimtab.kernels.selftest import SelfTest
@@ -173,7 +173,7 @@ def _chosen(names: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """Chosen and tested once in a process, because a graph holds no `KernelChoice`. In a thread of its own: an operator
     runs where nothing is recorded for a backward, and a self-test may need one."""
     first, *others = names.split(",")
-    return apart(device, lambda: KernelChoice(first, fallback=others).on(device, dtype))
+    return in_clean_thread(device, lambda: KernelChoice(first, fallback=others).on(device, dtype))
 
 
 def kernels_for(choice: KernelChoice, device: torch.device, dtype: torch.dtype) -> Backend | str | None:

@@ -1,24 +1,26 @@
 """A small SwiGLU expert MLP through a backend that has kernels for whole experts, against the same in float64.
 
-Without autograd, so that hooks and modes of the caller see nothing of it.
+Plain weights, and LoRA on weights or codes. Without autograd, so that hooks and modes of the caller see nothing of it.
 
-Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim.
+Legend: M rows, K slots per row, R expert rows, E experts, D model dim, F expert hidden dim, r rank of LoRA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trimtab.kernels.compiled import TYPES, CompiledKernels
+from trimtab.kernels.compiled import CODES, TYPES, CompiledKernels
 
 if TYPE_CHECKING:
     from trimtab.kernels.triton.language import Launch
 
-K, E = 2, 4
+K, E, RANK, SCALE = 2, 4, 8, 0.5
+FACTORS = ("up_a", "up_b", "down_a", "down_b")
 SMALL = (9, 40, 21)
 """M, D, F. No width is a multiple of a register's, and expert 2 gets no row."""
 FEW = (13, 448, 32)
@@ -31,33 +33,52 @@ MANY = (1303, 285, 9)
 one thread pieces of so many rows that the sums of some are done with before those of the others."""
 TILED = (20, 256, 128)
 """Widths that tiles of Triton divide."""
+BLOCKS = (29, 288, 64)
+"""Widths that LoRA and all formats' blocks divide; D is more values than are added up in one go."""
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 TRITON_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
+Quantized = Callable[[str, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]
+"""Codes in a format for weights of a shape, their scales, and the weights in float32."""
+
 
 class Problem:
-    """Operands on the CPU, and the true y and gradients by name. Some slots are dropped."""
+    """Operands on the CPU, and the true y and gradients by name. Some slots are dropped.
 
-    def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype) -> None:
-        M, D, F = sizes
+    fields: weights, LoRA factors and scales by their names in cpu/call.h. form: of codes in place of weights, or "".
+    """
+
+    def __init__(
+        self, sizes: tuple[int, int, int], dtype: torch.dtype, stored: torch.dtype, *,
+        lora: bool = False, form: str = "", quantized: Quantized | None = None,
+    ) -> None:  # fmt: skip
+        M, D, self.hidden = sizes
         self.x, self.dy = wave(M, D, step=0.7, dtype=dtype), wave(M, D, step=1.3, dtype=dtype)
-        self.up, self.down = wave(E, 2 * F, D, step=2.1, dtype=stored), wave(E, D, F, step=3.3, dtype=stored)
         self.w = wave(M, K, step=0.9, dtype=torch.float32)
         ids = (torch.arange(M)[:, None] + torch.arange(K)) % E
         ids = torch.where(torch.arange(M)[:, None] < 5, torch.tensor([1, 3]), ids)  # few rows before many
         self.ids = torch.where(ids == 2, E, ids)
-        self.truth = self.true_with(self.up.to(dtype).double(), self.down.to(dtype).double())
-
-    @property
-    def rows(self) -> int:
-        """R."""
-        return int((self.ids < E).sum())
-
-    def true_with(self, up: Tensor, down: Tensor) -> dict[str, Tensor]:
-        """y and the gradients with these weights, in float64."""
-        return swiglu_experts(self.x.double(), self.dy.double(), self.w.double(), up, down, self.ids)
+        self.lora, self.fields, true = lora, dict[str, Any](), []
+        for i, (name, outs, ins) in enumerate((("up", 2 * self.hidden, D), ("down", D, self.hidden))):
+            weight = wave(E, outs, ins, step=2.1 + 1.2 * i, dtype=stored)
+            self.fields[name] = weight
+            if quantized is not None:
+                self.fields[name], self.fields[f"{name}_scales"], weight = quantized(form, (E, outs, ins))
+            true.append(weight.to(dtype).double())
+            if lora:
+                a = wave(E, RANK, ins, step=0.3 + 2 * i, dtype=dtype) * 0.25
+                b = wave(E, outs, RANK, step=1.3 + 2 * i, dtype=dtype) * 0.25
+                true[-1] += SCALE * b.double() @ a.double()
+                self.fields |= {f"{name}_a": a, f"{name}_b": b, f"rank_{name}": RANK, f"scale_{name}": SCALE}
+        self.fields["type_weights"] = CODES[form] if form else TYPES.get(stored)
+        self.truth = swiglu_experts(self.x.double(), self.dy.double(), self.w.double(), true[0], true[1], self.ids)
+        for name in ("up", "down") if lora else ():
+            a, b = (SCALE * self.fields[f"{name}_{factor}"].double() for factor in "ab")
+            grad = self.truth[f"d_{name}"]
+            self.truth |= {f"d_{name}_a": b.mT @ grad, f"d_{name}_b": grad @ a.mT}
 
     def fault_in(self, got: dict[str, Tensor], bound: float) -> str | None:
+        """The first result that is not true within `bound` of the largest value, or None."""
         for name, value in got.items():
             true = self.truth[name]
             if not bool(((value.double().cpu() - true).abs() <= bound * true.abs().max()).all()):
@@ -66,7 +87,7 @@ class Problem:
 
 
 def first_triton_fault(launch: Launch, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What is wrong with the Triton kernels on `device`, None if nothing is. Compiles them: some seconds, once."""
+    """The first fault of the Triton kernels on `device`, or None. Compiles them: some seconds, once."""
     for sizes in (SMALL, TILED):
         p = Problem(sizes, dtype, dtype)
         if fault := p.fault_in(_by_triton(launch, p, device), TRITON_BOUNDS[dtype]):
@@ -79,7 +100,7 @@ def _by_triton(launch: Launch, p: Problem, device: torch.device) -> dict[str, Te
     from trimtab.kernels.triton.products import grouped_rows, weight_grad
     from trimtab.kernels.triton.swiglu import gate_up, hidden_grad
 
-    x, up, down, w, dy = (t.to(device) for t in (p.x, p.up, p.down, p.w, p.dy))
+    x, up, down, w, dy = (t.to(device) for t in (p.x, p.fields["up"], p.fields["down"], p.w, p.dy))
     plan = place_slots(p.ids.to(device), E)
     row_R, offsets, (R, F) = plan.row_R, plan.offsets_e, (plan.row_R.shape[0], down.shape[2])
     weight_R = torch.where(plan.slot_R < 0, 0, w.reshape(-1)[plan.slot_R.clamp(min=0)])
@@ -95,52 +116,64 @@ def _by_triton(launch: Launch, p: Problem, device: torch.device) -> dict[str, Te
 
 
 def first_cpu_fault(kernels: CompiledKernels) -> str | None:
-    """What is wrong with the C++ kernels, None if nothing is. Takes some tenths of a second."""
+    """The first fault of the C++ kernels on plain weights, or None. Takes some tenths of a second."""
     with torch.no_grad():
         for dtype in BOUNDS:
-            fault = _fault_in(kernels, dtype)
-            while fault is not None and dtype == torch.bfloat16 and kernels.bf16.give_up(fault):
-                fault = _fault_in(kernels, dtype)
-            if fault is not None:
-                return fault
+            while fault := next(_faults(kernels, dtype), None):
+                if dtype != torch.bfloat16 or not kernels.bf16.give_up(fault):
+                    return fault
         return _places_fault(kernels)
 
 
-def _fault_in(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
+def first_lora_fault(kernels: CompiledKernels, quantized: Quantized) -> str | None:
+    """The first fault of the C++ kernels' LoRA and codes, or None. Takes some hundredths of a second."""
+    with torch.no_grad():
+        for dtype, form in product(BOUNDS, ("", *CODES)):
+            p = Problem(BLOCKS, dtype, dtype, lora=True, form=form, quantized=quantized if form else None)
+            if fault := p.fault_in(_by_cpu(kernels, p), BOUNDS[dtype]):
+                return f"experts of {form or 'weights'} with adapters in {dtype}: {fault}"
+    return None
+
+
+def _faults(kernels: CompiledKernels, dtype: torch.dtype) -> Iterator[str]:
     own = dtype == torch.bfloat16 and kernels.bf16.number
     for sizes in (SMALL, FEW, SOME, DEEP, MANY)[: 5 if own else 3]:
         for stored in dict.fromkeys((dtype, torch.float32) if sizes in (SMALL, FEW, SOME) else (dtype,)):
             p = Problem(sizes, dtype, stored)
-            for transposed, later in ((False, False), (True, True)):
-                threads = 1 if sizes == MANY and not later else torch.get_num_threads()
-                if fault := p.fault_in(by_cpu(kernels, p, transposed, later, threads), BOUNDS[dtype]):
-                    how = f"{', transposed weights' * transposed}{', weight gradients later' * later}"
+            for transposed in (False, True):  # and weight gradients later
+                threads = 1 if sizes == MANY and not transposed else 0
+                if fault := p.fault_in(_by_cpu(kernels, p, transposed, threads), BOUNDS[dtype]):
+                    how = ", transposed weights, weight gradients later" * transposed
                     how += f", weights in {stored}" * (stored != dtype)
-                    return f"fused experts in {dtype}{how}: {fault}"
-    return None
+                    yield f"fused experts in {dtype}{how}: {fault}"
 
 
-def by_cpu(
-    kernels: CompiledKernels, p: Problem, transposed: bool = False, later: bool = False, threads: int = 1,
-    more: Mapping[str, Any] | None = None, trained: bool = True,
-) -> dict[str, Tensor]:  # fmt: skip
-    """What they make of it. more: fields of cpu/call.h. trained: whether the weights' gradients are wanted."""
-    (M, D), F, dtype, stored = p.x.shape, p.down.shape[2], TYPES[p.x.dtype], TYPES[p.up.dtype]
-    rows = p.rows
-    slot_R = p.ids.flatten().sort(stable=True).indices[:rows].contiguous()
+def _by_cpu(kernels: CompiledKernels, p: Problem, transposed: bool = False, threads: int = 0) -> dict[str, Tensor]:
+    """y and gradients from C++, of factors where there is LoRA. Transposed weights get their gradients in a call of
+    their own. threads: as many as torch has, if 0."""
+    fields, (M, D), F = dict(p.fields), p.x.shape, p.hidden
+    slot_R = p.ids.flatten().sort(stable=True).indices[: int((p.ids < E).sum())].contiguous()
     offsets = torch.nn.functional.pad(torch.bincount(p.ids.flatten(), minlength=E + 1)[:E].cumsum(0), (1, 0))
-    up, down = (t.transpose(1, 2).contiguous() if transposed else t for t in (p.up, p.down))
-    made = {name: p.x.new_full((rows, 2 * F), torch.nan) for name in ("pre", "d_pre")[: 1 + later]}
-    results = {"y": torch.full_like(p.x, torch.nan), "dx": torch.full_like(p.x, torch.nan), "dw": torch.zeros_like(p.w)}
-    if trained:
-        results |= {"d_up": torch.full_like(up, torch.nan), "d_down": torch.full_like(down, torch.nan)}
-    fields: dict[str, Any] = {
-        "type": dtype, "type_weights": stored, "type_up": stored, "type_down": stored, "act": 0,
-        "transposed": int(transposed), "threads": threads, "M": M, "R": rows, "E": E, "D": D, "F": F,
-        "row_R": slot_R // K, "slot_R": slot_R, "offsets": offsets, "w": p.w, "x": p.x, "dy": p.dy, "up": up,
-        "down": down, **made, **results, **(more or {}),
+    if transposed:
+        fields |= {name: fields[name].transpose(1, 2).contiguous() for name in ("up", "down")}
+
+    def nan(*shape: int, dtype: torch.dtype = p.x.dtype) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype)
+
+    results = {"y": nan(M, D), "dx": nan(M, D), "dw": torch.zeros_like(p.w)}
+    kept = {name: nan(len(slot_R), 2 * F) for name in ("pre", "d_pre")[: 1 + transposed]}
+    if p.lora:
+        kept |= {name: nan(len(slot_R), RANK) for name in ("u_up", "u_down", "v_up", "v_down")}
+        results |= {f"d_{name}": nan(*fields[name].shape, dtype=torch.float32) for name in FACTORS}
+    else:
+        results |= {f"d_{name}": torch.full_like(fields[name], torch.nan) for name in ("up", "down")}
+    fields |= {
+        "type": TYPES[p.x.dtype], "type_up": fields["type_weights"], "type_down": fields["type_weights"], "act": 0,
+        "transposed": int(transposed), "threads": threads or torch.get_num_threads(), "M": M, "R": len(slot_R), "E": E,
+        "D": D, "F": F, "row_R": slot_R // K, "slot_R": slot_R, "offsets": offsets, "w": p.w, "x": p.x, "dy": p.dy,
+        **kept, **results,
     }  # fmt: skip
-    for run in (kernels.forward, kernels.backward, kernels.weight_gradients)[: 2 + later]:
+    for run in (kernels.forward, kernels.backward, kernels.weight_gradients)[: 2 + transposed]:
         run(fields)
     if transposed:
         results |= {name: results[name].transpose(1, 2) for name in ("d_up", "d_down")}

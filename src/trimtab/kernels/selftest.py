@@ -1,7 +1,7 @@
-"""Kernels that have shown on this device that they do what is needed, before the first real row goes through them.
+"""The self-test of a backend on a device, before the first real row goes through it.
 
-A problem of a few rows: empty groups, rows behind the last segment that hold NaN, a gradient of stride 0, no rows at
-all. Values are small integers, exact in every dtype.
+Grouped products of a few rows: empty groups, rows behind the last segment that hold NaN, a gradient of stride 0, no
+rows at all. Values are small integers, exact in every dtype. Kernels for whole experts: see `expert_check`.
 
 Legend: R rows, e groups, A and B the widths of a GEMM.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from trimtab.kernels.api import Backend
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.expert_check import first_cpu_fault, first_triton_fault
-from trimtab.kernels.tensor_checks import apart, modes
+from trimtab.kernels.tensor_checks import in_clean_thread, modes
 
 NAN = float("nan")
 A, B, TAIL = 16, 32, 3
@@ -28,7 +28,7 @@ TOGETHER = 8  # rows of experts that may share a block: some do, with as many ro
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """What a self-test found. `fault` is None where the kernels passed."""
+    """The result of a self-test. `fault` is None where the kernels passed."""
 
     kernels: str
     device: torch.device
@@ -41,55 +41,47 @@ def self_test(kernels: Backend, device: torch.device, dtype: torch.dtype) -> Sel
     """Run all checks on `device`, which has values."""
 
     def run() -> SelfTest:
+        start = time.perf_counter()
         with torch.device("cpu"):  # the truth is taken there, whatever the caller's default is
-            return _self_test(kernels, device, dtype)
+            fault = _fault(kernels, device, dtype)
+        seconds = time.perf_counter() - start
+        return SelfTest(kernels=kernels.name, device=device, dtype=dtype, seconds=seconds, fault=fault)
 
-    return apart(device, run) if modes() else run()
+    return in_clean_thread(device, run) if modes() else run()
 
 
-def _self_test(kernels: Backend, device: torch.device, dtype: torch.dtype) -> SelfTest:
-    start = time.perf_counter()
+def compiled_fault(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
+    """The first fault of the C++ kernels, or None. Each question is asked once, whatever the number of layers."""
+    # First: where products of bfloat16 are wrong it gives them up, and others make what is tested next.
+    fault = kernels.fault_by(first_cpu_fault, "experts")
+    return fault or kernels.fault_by(lambda ours: _first_fault(ours, torch.device("cpu"), dtype), dtype)
+
+
+def _fault(kernels: Backend, device: torch.device, dtype: torch.dtype) -> str | None:
     if isinstance(kernels, CompiledKernels):
-        fault = compiled_fault(kernels, dtype)
-    else:
-        fault = _first_fault(kernels, device, dtype)
-    launch = getattr(kernels, "launch", None)
-    if fault is None and launch is not None:  # these are Triton's
-        fault = first_triton_fault(launch, device, dtype)
-    seconds = time.perf_counter() - start
-    return SelfTest(kernels=kernels.name, device=device, dtype=dtype, seconds=seconds, fault=fault)
+        return compiled_fault(kernels, dtype)
+    fault, launch = _first_fault(kernels, device, dtype), getattr(kernels, "launch", None)
+    return first_triton_fault(launch, device, dtype) if fault is None and launch is not None else fault
 
 
 class _Problem:
-    """Operands on a device, and the true results on the host in float64."""
+    """Operands of grouped products on a device, and the true results on the host in float64."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> None:
         def integers(*shape: int, step: int) -> Tensor:
             return ((torch.arange(torch.Size(shape).numel()) * step) % 5 - 2).double().view(shape)
 
-        rows, groups = sum(SIZES) + TAIL, len(sizes)
+        rows, groups, ends = sum(SIZES) + TAIL, len(sizes), torch.tensor(sizes).cumsum(0)
         x, dy, w = integers(rows, A, step=7), integers(rows, B, step=11), integers(groups, A, B, step=13)
-        ends = torch.tensor(sizes).cumsum(0)
-        self.truth = {"y": x.new_zeros(rows, B), "dx": x.new_zeros(rows, A), "dx_ones": x.new_zeros(rows, A)}
-        self.truth |= {"dw": torch.zeros_like(w), "dw_ones": torch.zeros_like(w)}
-        for i, end in enumerate(ends.tolist()):
-            s = slice(end - sizes[i], end)
-            self.truth["y"][s] = x[s] @ w[i]
-            self.truth["dx"][s] = dy[s] @ w[i].t()
-            self.truth["dx_ones"][s] = w[i].sum(1)
-            self.truth["dw"][i] = x[s].t() @ dy[s]
-            self.truth["dw_ones"][i] = x[s].sum(0)[:, None]
+        own_Re = torch.searchsorted(ends, torch.arange(rows), right=True)[:, None] == torch.arange(groups)
+        self.truth = {"y": torch.einsum("re,ra,eab->rb", own_Re.double(), x, w)}
+        for end, d in (("", dy), ("_ones", torch.ones_like(dy))):
+            self.truth[f"dx{end}"] = torch.einsum("re,rb,eab->ra", own_Re.double(), d, w)
+            self.truth[f"dw{end}"] = torch.einsum("re,ra,rb->eab", own_Re.double(), x, d)
         x[sum(sizes) :] = dy[sum(sizes) :] = NAN
         self.x, self.dy, self.w = (t.to(device, dtype) for t in (x, dy, w))
         self.ones = torch.ones((), device=device, dtype=dtype).expand(rows, B)
         self.offsets = torch.nn.functional.pad(ends, (1, 0)).to(device)
-
-
-def compiled_fault(kernels: CompiledKernels, dtype: torch.dtype) -> str | None:
-    """What is wrong with them, None if nothing is. Each question is asked once, whatever the number of layers."""
-    # First: where products of bfloat16 are wrong it gives them up, and others make what is tested next.
-    fault = kernels.fault_by(first_cpu_fault, "experts")
-    return fault or kernels.fault_by(lambda ours: _first_fault(ours, torch.device("cpu"), dtype), dtype)
 
 
 def _first_fault(kernels: Backend, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -79,9 +79,9 @@ def row_major(t: Tensor) -> Tensor:
     return t if t.stride() == tuple(strides) else t.as_strided(t.shape, strides)
 
 
-def apart(device: torch.device, run: Callable[[], T]) -> T:
-    """run() in a thread of its own, with `device` as its current GPU: no autograd, mode, autocast or tracing of this
-    thread's is at work there."""
+def in_clean_thread(device: torch.device, run: Callable[[], T]) -> T:
+    """Call run() in a thread of its own, with `device` as its current GPU: no autograd, mode, autocast or tracing of
+    this thread's is at work there."""
 
     def there() -> T:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -30,7 +30,7 @@ from transformers.activations import (
 from transformers.integrations.moe import _default_apply_gate
 
 from trimtab.experts.activations import activation_of, clamped
-from trimtab.kernels.tensor_checks import apart
+from trimtab.kernels.tensor_checks import in_clean_thread
 
 GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 UNGATED = {"relu_squared": "relu_squared", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -110,7 +110,7 @@ def _clamped(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu:
 def _tried(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu: bool) -> str | None:
     """Kept for the process: a model has a module a layer, each asks at each call, and nothing else matters to the
     answer. In a thread of its own: what is tried beside a trace must not enter it."""
-    return apart(torch.device("cpu"), partial(_try, function, numbers, silu))
+    return in_clean_thread(torch.device("cpu"), partial(_try, function, numbers, silu))
 
 
 def _try(function: FunctionType, numbers: tuple[tuple[str, str], ...], silu: bool) -> str | None:

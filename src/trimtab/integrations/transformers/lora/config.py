@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trimtab.errors import BackendError, ConfigError
+from trimtab.integrations.transformers.quantized.params import WEIGHTS
 from trimtab.integrations.transformers.summary import kinds, own_name
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 TARGETS = {"experts": "routed experts", "attention": "attention", "router": "router", "shared": "shared experts"}
 """Words for `targets`, and the kinds of `trimtab.summary` that they stand for."""
-STACKS = ("gate_up_proj", "up_proj", "down_proj")
-"""Weights of experts modules."""
 RENAMED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Ends of module names that peft takes for experts of an older transformers, wherever they lie, and turns into adapters
 of the routed experts' stacks: linear layers of such names are handed over as parameters, whose names stay."""
@@ -81,7 +80,7 @@ def adaptable(model: nn.Module) -> dict[str, str]:
                 found[f"{path}.weight" if path.rpartition(".")[2] in RENAMED else path] = kind
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            stacked = name in STACKS if kind == "routed experts" else parameter.ndim == 3 and kind == "shared experts"
+            stacked = name in WEIGHTS if kind == "routed experts" else parameter.ndim == 3 and kind == "shared experts"
             if stacked or (kind == "router" and name == "weight" and parameter.ndim == 2):
                 found[f"{path}.{name}"] = kind
     return found
