@@ -135,6 +135,12 @@ def loaded_by(module: str) -> tuple[int, int]:
     return sum(map(lines_of, files)), len(files)
 
 
+def files_with(words: str) -> list[Path]:
+    """Python files of the package in which one of the words, joined by |, stands in any case."""
+    found = re.compile(words, re.IGNORECASE)
+    return [file for file in _python() if found.search(file.read_text(encoding="utf-8"))]
+
+
 def functions_of_a_forward() -> Counter[str]:
     """Calls of the package's functions in one `MoE.forward` after the first: 4 tokens, the C++ backend, one rank.
     "file:function" to how often; comprehensions and generators count each time that they run."""

@@ -4,8 +4,7 @@
     back       dx = d W^T + dropout^T(v a)  v = scale * d b
     gradients  dW = x^T d, db = sum d, da = v^T dropout(x), db^T = u^T d
 
-Weights are cast, decoded or stacked here and nowhere else: all experts' at once where that is a cast, block by block
-where it is more. Under a recipe W's three products are those of `low_precision`, of all groups at once.
+Weights are cast, decoded or stacked here and nowhere else. Under a recipe W's products are those of `low_precision`.
 
 Legend: R rows of all groups, n rows of a block, e groups, r rank of an adapter.
 """
