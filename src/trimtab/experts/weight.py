@@ -105,7 +105,7 @@ class GroupedWeight:
         """Width of the rows."""
         shape = self.values[0].shape
         width = shape[-2] if self.transposed else shape[-1]
-        return width * _values_per_byte(self.format)
+        return width * _values_per_byte(self.format) if self.format else width
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -165,8 +165,6 @@ def _made(tensors: Sequence[Tensor], f: Form) -> GroupedWeight:
 
 
 def _values_per_byte(format: str) -> int:
-    if not format:  # as nearly always
-        return 1
     from trimtab.experts.quantized import values_per_byte
 
     return values_per_byte(format)
@@ -175,5 +173,5 @@ def _values_per_byte(format: str) -> int:
 def row_flops(shapes: Sequence[Sequence[int]], form: str) -> tuple[int, int, int]:
     """Multiplications of one row with the values, with `a` and with `b`, from the shapes of `GroupedWeight.tensors`."""
     f = form_of(form)
-    own = prod(shapes[0] if f.values else shapes[0][1:]) * _values_per_byte(f.format)
+    own = prod(shapes[0] if f.values else shapes[0][1:]) * (_values_per_byte(f.format) if f.format else 1)
     return (own, 0, 0) if f.lora is None else (own, prod(shapes[-2][1:]), prod(shapes[-1][1:]))
