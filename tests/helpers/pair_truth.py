@@ -70,7 +70,10 @@ class Activated(Function):
 
 
 class Quantized(Function):
-    """Three products of what a recipe makes of their operands, laid out in aligned segments from Python integers."""
+    """Three products of what a recipe makes of their operands, laid out in aligned segments from Python integers.
+
+    What is quantized once more behind them is multiplied in float32: a value next to a border must not change sides.
+    """
 
     @staticmethod
     def forward(
@@ -88,13 +91,13 @@ class Quantized(Function):
             return method(spread, torch.tensor(starts), along)[place_S].double()
 
         ctx.made, ctx.low, ctx.rows, ctx.w, ctx.e_S = made, low, rows, w_EIO, e_S
-        return by_expert(made(low.activation, rows, "row"), low.weight(w_EIO, "in").double().mT, e_S)
+        return by_expert(made(low.activation, rows, "row").float(), low.weight(w_EIO, "in").mT, e_S).double()
 
     @staticmethod
     def backward(ctx: Any, d_SO: Tensor) -> tuple[Tensor | None, ...]:
         d, low = d_SO.to(ctx.rows.dtype), ctx.low
-        back = low.weight(ctx.w, "out").double()
-        dx = by_expert(ctx.made(low.gradient, d, "row"), back, ctx.e_S).to(d.dtype).double()
+        back = low.weight(ctx.w, "out")
+        dx = by_expert(ctx.made(low.gradient, d, "row").float(), back, ctx.e_S).to(d.dtype).double()
         x, d = ctx.made(low.activation, ctx.rows, "column"), ctx.made(low.gradient, d, "column")
         dw = torch.zeros(ctx.w.shape, dtype=torch.float64).mT.index_add(0, ctx.e_S, torch.einsum("si,so->soi", x, d))
         return dx, dw, None, None, None, None
