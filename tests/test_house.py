@@ -21,12 +21,12 @@ FLOORS = (
 """From the top down; the rooms of one floor do not know each other. The oracle stands beside the house."""
 ROOMS = {
     "(root)": (1335, 15), "checkpoint": (1105, 6), "cli": (550, 6), "convert": (1465, 9), "dispatch": (2805, 24),
-    "doctor": (865, 7), "experts": (5320, 38), "guard": (840, 6), "integrations": (5405, 45), "kernels": (5345, 38),
-    "parallel": (1505, 11), "routing": (2315, 16), "train": (3440, 17), "verify": (1840, 12),
+    "doctor": (865, 7), "experts": (5335, 38), "guard": (840, 6), "integrations": (5405, 45), "kernels": (5345, 38),
+    "parallel": (1505, 11), "routing": (2325, 16), "train": (3440, 17), "verify": (1840, 12),
 }  # fmt: skip
 NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
-PACKAGE = (34105, 250)
+PACKAGE = (34130, 250)
 """Lines and files of all rooms together."""
 LAYER = (5225, 40)
 """Lines and files that `import trimtab.moe` loads."""
@@ -58,7 +58,7 @@ CALLS = (170, 29)
 """Calls of our functions in one forward of a layer, and the files that they lie in."""
 UPWARD, CIRCLES, LONG = 0, 0, 0
 """Imports of a room above or beside; groups of modules that import each other; files of more than 300 lines."""
-TESTS = 38430
+TESTS = 38490
 """Lines of tests and helpers."""
 
 

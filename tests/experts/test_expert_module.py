@@ -16,6 +16,7 @@ from helpers.comparing import assert_close
 from helpers.weights import expert_weights
 from trimtab.errors import BackendError, ConfigError, InputError
 from trimtab.experts import on_cpu
+from trimtab.experts.grad_sink import GradSink
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.passes import Pass
@@ -221,3 +222,23 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         weights = expert_weights(up=up, down=down)
         with pytest.raises(InputError, match="do not fit together"):
             expert_mlp(x, w, plan_experts(ids, 2), *weights, "swiglu", compiled_kernels())
+
+
+@pytest.mark.parametrize("given", ["codes", "recipe", "more of down", "a list of stacks", "no such sink"])
+def test_weights_that_no_pass_reads_are_refused(given: str) -> None:
+    up, down, low = torch.randn(E, 2, F, D), torch.randn(E, D, F), None
+    first, second = GroupedWeight(values=(up,)), GroupedWeight(values=(down,))
+    x, w, ids = torch.randn(T, D), torch.rand(T, K), slots()
+    plan = plan_experts(ids, E)
+    if given == "codes":
+        second = GroupedWeight(values=(down.byte(),), transposed=True, format="int8", scales=torch.ones(E, D, 1))
+    elif given == "recipe":
+        second, low = GroupedWeight(values=(down.mT.contiguous(),), transposed=True), (None, None)
+    elif given == "more of down":
+        second = GroupedWeight(values=(torch.randn(E + 1, D, F),))
+    elif given == "a list of stacks":
+        first = GroupedWeight(values=tuple(up.split(1)))
+    mode: Any = given == "no such sink" or "off"
+    options: dict[str, Any] = {"low_precision": low}
+    with pytest.raises(ConfigError, match=r"transposed|one tensor of all experts|main_grad=True"):
+        expert_mlp(x, w, plan, first, second, "swiglu", "torch", sink=GradSink(mode), **options)

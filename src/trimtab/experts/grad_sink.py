@@ -9,21 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from trimtab.errors import ConfigError
 from trimtab.experts.weight import Form
 from trimtab.experts.weight_grad import Defer, MainGradMode, WeightGradient
+
+MODES = get_args(MainGradMode)
 
 
 @dataclass(slots=True)
 class GradSink:
     """main_grad: where the gradients of values go, see `trimtab.experts.weight_grad`; biases and factors always have
-    ordinary ones. defer: takes the work of all of them at each backward."""
+    ordinary ones. defer: takes the work of all of them at each backward, as `DelayedGradients.add`.
+
+    Raises:
+        ConfigError: no such mode.
+    """
 
     main_grad: MainGradMode = "off"
     defer: Defer | None = None
+
+    def __post_init__(self) -> None:
+        if self.main_grad not in MODES:
+            raise ConfigError(f"main_grad={self.main_grad!r} is not one of {MODES}", phase="experts")
 
     @property
     def ordinary(self) -> bool:

@@ -66,10 +66,13 @@ def expert_mlp(
     Every parameter gets a gradient of its full shape, zeros where no token came. Differentiating twice raises.
 
     Raises:
-        ConfigError: codes with `transposed`, or a recipe with it.
+        ConfigError: codes with `transposed`, or a recipe with it; up and down of different numbers of experts.
     """
-    if up.transposed and (low_precision is not None or up.format):
+    if (up.transposed or down.transposed) and (low_precision is not None or up.format or down.format):
         raise ConfigError("a recipe takes no transposed weights, and codes lie [e, out, in]")
+    apart = max(len(up.values), len(down.values)) > 1
+    if up.groups != down.groups or (apart and any(len(of.values) > 1 and of.stacked for of in (up, down))):
+        raise ConfigError("up and down: one tensor of all experts, or one [out, in] of each", phase="experts")
     dtype = up.computed_in
     w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     if callable(activation) or norm is not None:

@@ -71,7 +71,12 @@ def replicate(
     main_grad: where the gradients of values go at home. Those of replicas are ordinary, and are added there.
 
     Which tensors are trained, and what a backward is asked for, must be the same on every rank.
+
+    Raises:
+        ConfigError: weights of one tensor for each expert.
     """
+    if not (up.stacked and down.stacked):
+        raise ConfigError("experts whose weights lie in a tensor each are not replicated", phase="experts")
     tensors, first = [*up.tensors(), *down.tensors()], len(up.tensors())
     values = [t for weight in (up, down) for t in weight.values] if main_grad != "off" else []
     moved = [i for i, t in enumerate(tensors) if t.shape[0] == up.groups]

@@ -10,7 +10,7 @@ Legend: e groups (experts), r rank of an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -138,11 +138,6 @@ class GroupedWeight:
         weight = _made(tensors, Form.read(self.form))
         weight.dtype = self.dtype
         return weight
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> GroupedWeight:
-        """The same with every tensor changed that has an entry for each group; factors that all share stay."""
-        groups, apart = self.groups, not self.stacked
-        return self.rebuilt([change(t) if apart or t.shape[0] == groups else t for t in self.tensors()])
 
 
 Weights = tuple[GroupedWeight, GroupedWeight]

@@ -74,7 +74,7 @@ class RouterRun:
         self.port, self.info, self.router, self.training = port, port.info, router, router.training
         self.logits_TE, self.scores, self.shape = logits_TE, scores, shape
         self.rows_T, self._real, self._turn, self._ids = rows_T, real, turn, ids
-        self.again = replaying()
+        self.again, self._graded = replaying(), torch.is_grad_enabled()
 
     @property
     def name(self) -> str:
@@ -91,6 +91,8 @@ class RouterRun:
     @ids_TK.setter
     def ids_TK(self, ids_TK: Tensor) -> None:
         self._ids = ids_TK
+        for derived in ("chosen_TK", "chosen_E", "kept_E"):
+            vars(self).pop(derived, None)
 
     @cached_property
     def real_T(self) -> Tensor | None:
@@ -100,7 +102,7 @@ class RouterRun:
     @cached_property
     def counts(self) -> bool:
         """Whether this run counts, see `CountOnce`. Not to be asked in a graph of `torch.compile`."""
-        return self.port.counter.here(self.training)
+        return self.port.counter.here(self.training and self._graded)
 
     @cached_property
     def chosen_TK(self) -> Tensor:
@@ -123,20 +125,24 @@ class Observer:
     """Takes part in each run of the routers it is added to. A subclass overrides what it needs.
 
     traced: `see` is traced in the graphs of `torch.compile`; without, it runs between two graphs. `decide` is traced.
-    copied: a copy of the model keeps it; it has no state of its own then.
+    copied: a copy of the model keeps it; it has no state that changes then.
     """
 
     traced = False
     copied = False
 
     def begin(self, routers: Mapping[str, RouterInfo], device: torch.device) -> None:
-        """The routers that it is added to, by name, before their first run."""
+        """The routers that it is added to, by name, each time that it is added."""
 
     def decide(self, run: RouterRun) -> Tensor | None:
-        """Other ids [T, K] for `run.ids_TK`, coded; None to leave them. Not called in a recompute."""
+        """Other ids [T, K] for `run.ids_TK`, coded; None to leave them. Taken as they are: bias, groups and capacity
+        are kept by changing `run.ids_TK`. No -1 but where `run.info.partial` or `holes` has it. Runs without gradients;
+        not called where ids are given to the layer, nor in a recompute that has a tape of the first run."""
 
     def see(self, run: RouterRun) -> Tensor | None:
-        """A scalar loss that joins the backward with weight 1, or None. Called in recomputes too (`run.again`)."""
+        """A scalar loss that joins the backward with weight 1, or None. Called in recomputes too (`run.again`); of a
+        router of ours by `losses`, which `MoE` calls. What is kept is computed under `torch.no_grad()`, since both runs
+        of a checkpoint must save the same tensors."""
 
     def missed(self, info: RouterInfo, shape: tuple[int, int]) -> None:
         """A forward of a transformers model over [B, L] has ended and did not come to this router."""
@@ -152,9 +158,8 @@ class CountOnce:
     def __init__(self) -> None:
         self._counted = False
 
-    def here(self, training: bool) -> bool:
-        """Whether the run that is under way counts; to be asked once in each run."""
-        counting = training and torch.is_grad_enabled()
+    def here(self, counting: bool) -> bool:
+        """Whether the run that is under way counts. counting: it trains, and has gradients."""
         if running():
             return counting and not counted_before()
         if in_backward():
@@ -176,9 +181,10 @@ class Port:
         told = False
         if not run.again and not fixed:
             for observer in self.observers:
-                ids_TK = observer.decide(run)
+                with torch.no_grad():
+                    ids_TK = observer.decide(run)
                 if ids_TK is not None:
-                    run.ids_TK, told = ids_TK, True
+                    run.ids_TK, told = ids_TK.long(), True
         if running():
             run.ids_TK, told = replayed([run.ids_TK.int()], "ids")[0].long(), True
         return told

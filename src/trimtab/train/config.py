@@ -16,6 +16,8 @@ from trimtab.errors import ConfigError
 from trimtab.train.presets import PRESETS
 
 MOST_SEED = 2**32 - 1  # of numpy
+ENCODED = ("nf4", "int8")
+"""Formats that experts are quantized to while they are loaded."""
 WITH_LORA = ("lora_alpha", "lora_targets", "quantize", "merge")
 
 
@@ -118,7 +120,7 @@ class TrainConfig:
     )  # fmt: skip
     quantize: str | None = option(
         "adapters", "hold routed experts as nf4, as int8, or keep the codes that the checkpoint has (FP8, MXFP4)",
-        choices=("nf4", "int8", "keep"), fixed=True,
+        choices=(*ENCODED, "keep"), fixed=True,
     )  # fmt: skip
     merge: bool = option("adapters", "also write the model with its adapters merged, to DIR/merged", default=False)
     ep: int | None = option("ranks", "ranks that share the experts (default: as many as fit)", least=1)

@@ -21,8 +21,6 @@ from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
 
 IMPLEMENTATION = "trimtab"
-ENCODED = ("nf4", "int8")
-"""Formats that experts are quantized to while they are loaded."""
 RESUMS = "replicated_with_grad_allreduce"
 """A style of transformers' tp plans, of norms over a head: its hook sums `.grad`, earlier micro-batches included."""
 
@@ -150,7 +148,7 @@ def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
         IMPLEMENTATION, replicate_experts=config.tolerance, copy_cost=config.copy_cost
     )  # fmt: skip
     options: dict[str, Any] = {}
-    if config.quantize in ENCODED:
+    if config.quantize not in (None, "keep"):
         options["quantization_config"] = QuantizedExpertsConfig(config.quantize)
     if mesh.world > 1:
         options["distributed_config"] = DistributedConfig(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trimtab.dispatch.transports import TRANSPORTS
+from trimtab.errors import ConfigError
 
 QUICK = (
     "1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-ddp", "2r-ep2-sharedmemory", "2r-ep2-tp2-sharded",
@@ -121,7 +122,7 @@ _WORDS = {name: get_args(kind) for name, kind in get_type_hints(Topology).items(
 
 
 def topology_named(name: str) -> Topology:
-    """The topology of that name."""
+    """The topology of that name. Raises ConfigError for a word that is none."""
     first, *words = name.split("-")
     given: dict[str, Any] = {"ranks": int(first.removesuffix("r"))}
     transports = {transport.replace("_", ""): transport for transport in TRANSPORTS}
@@ -130,6 +131,8 @@ def topology_named(name: str) -> Topology:
             given[size[1]] = int(size[2])
         else:
             axis = next((axis for axis, known in _WORDS.items() if word in known), "transport")
+            if axis == "transport" and word not in transports and word != "local":
+                raise ConfigError(f"{name!r}: no arrangement has the word {word!r}")
             given[axis] = transports.get(word, word)
     return Topology(**given)
 

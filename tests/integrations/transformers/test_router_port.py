@@ -430,6 +430,40 @@ class Entropy(Observer):
         return -0.3 * (scores * scores.log()).sum(-1).mean()
 
 
+class FirstExperts(Observer):
+    """Every token goes to the first experts: by a graph of the scores, in int32, behind a look at what it changes."""
+
+    asked = False
+
+    @torch.no_grad()
+    def see(self, run: RouterRun) -> None:
+        self.asked |= run.counts  # the answer is for all: no gradients here, but the run has
+
+    def decide(self, run: RouterRun) -> Tensor:
+        assert run.chosen_TK.shape == run.ids_TK.shape
+        scores = run.scores()
+        first = torch.arange(run.info.num_experts, device=scores.device) < run.info.top_k
+        return (scores * 0).masked_fill(first, 1.0).topk(run.info.top_k).indices.int()
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+@pytest.mark.parametrize("kind", ["ours", "qwen3_moe"])
+def test_what_an_observer_does_is_seen_by_those_behind_it(kind: str, checkpointing: bool | None) -> None:
+    torch.manual_seed(0)
+    model: Any = Ours() if kind == "ours" else build_model(kind).train()
+    if checkpointing is not None and kind != "ours":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+    first, loads = FirstExperts(), Loads()
+    with observing(model, first, loads):
+        out = model(**batch())
+        (out if kind == "ours" else out.loss).backward()
+    for counts_E in loads.split(loads.take()).values():
+        chosen = counts_E.nonzero().flatten().tolist()
+        assert chosen == list(range(len(chosen)))
+        assert len(chosen) == 2
+    assert first.asked
+
+
 @pytest.mark.parametrize("kind", ["ours", "mixtral", "deepseek_v3"])
 def test_an_observer_of_ones_own(kind: str) -> None:
     torch.manual_seed(0)

@@ -59,7 +59,7 @@ class ReplicaCounts:
     @not_in_graphs
     def _see(self, sums: Tensor, dispatcher: Dispatcher, runs: CountOnce, module: nn.Module, *_: Any) -> None:
         report, transport = dispatcher.replicated, dispatcher.transport
-        if report is None or transport is None or not runs.here(module.training):
+        if report is None or transport is None or not runs.here(module.training and torch.is_grad_enabled()):
             return
         before_P, after_P, mine = report.loads_before_P, report.loads_after_P, report.replicas_P[transport.rank]
         sums += torch.stack([before_P.amax(), after_P.amax(), before_P.sum(), mine, mine * report.replica_bytes])
