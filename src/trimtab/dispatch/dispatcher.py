@@ -35,7 +35,7 @@ from trimtab.dispatch.route import (
     wants_gradient,
 )
 from trimtab.dispatch.transport import Handshake, Transport, layer_frame
-from trimtab.errors import InputError
+from trimtab.errors import DesyncError, InputError
 from trimtab.kernels.rows import static_by_default
 from trimtab.layout import experts_per_rank
 from trimtab.validation import check_sizes
@@ -242,6 +242,12 @@ class Dispatcher:
         rows, slots = met.split_sizes(facts.ROWS), met.split_sizes(facts.SLOTS)
         ordered = self.combine_mode == "ordered"
         plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing), ordered=ordered)
+        if plan.row_token_M.shape[0] != sum(rows.outgoing):
+            what = f"{plan.row_token_M.shape[0]} rows are there to be sent, and {sum(rows.outgoing)} were counted"
+            error = DesyncError(what, rank=transport.rank, layer=self.layer, phase="count")
+            if self.guard is not None:
+                self.guard.fail(error)
+            raise error
         tokens = tuple(theirs[facts.TOKENS] for theirs in met.received)
         return RankRoute(
             transport=transport, guard=self.guard, run=self._run, plan=plan, rows=rows, slots=slots, tokens=tokens,

@@ -73,9 +73,10 @@ def grouped_product(
     """
     weight = filled(weight)
     tensors = weight.tensors()
+    named, owner = (kernels, None) if isinstance(kernels, str) else (name_of(kernels), kernels)
     call = Call(
-        plan, kernels if isinstance(kernels, str) else name_of(kernels), weight.form, len(weight.values), len(tensors),
-        weight.lora is not None, torch.is_grad_enabled(), sink, low_precision, name,
+        plan, named, owner, weight.form, len(weight.values), len(tensors), weight.lora is not None,
+        torch.is_grad_enabled(), sink, low_precision, name,
     )  # fmt: skip
     call.trained = [t.requires_grad for t in tensors]
     kind: type[Function] = _Grouped
@@ -93,14 +94,16 @@ def grouped_product(
 class Call:
     """What is not differentiated.
 
-    kernels: by name, which stands for them as long as they live. values, count: tensors of the weight, the values
-    first. keep: whether a backward may come. label: what errors call the weight. owned: the tensors themselves, where
-    their attributes say where gradients go; else what autograd saves is all that lives, which a checkpoint may free.
-    trained: which of them wanted a gradient when the call was made; later they may not say so.
+    kernels: by name, which stands for them as long as they live; owner: keeps those alive that were given. values,
+    count: tensors of the weight, the values first. keep: whether a backward may come. label: what errors call the
+    weight. owned: the tensors themselves, where their attributes say where gradients go; else what autograd saves is all
+    that lives, which a checkpoint may free. trained: which of them wanted a gradient when the call was made; later they
+    may not say so.
     """
 
     plan: ExpertPlan | None
     kernels: str
+    owner: Backend | None
     form: str
     values: int
     count: int

@@ -211,7 +211,7 @@ def test_a_checkpoint_without_the_recipe_loads(name: str) -> None:
     low = ExpertMLP(4, 64, 32, recipe=RECIPES[name])
     fresh = {key: value.clone() for key, value in low.state_dict().items() if "_state." in key}
     assert low.load_state_dict(plain.state_dict()) == ([], [])
-    assert torch.equal(low.up, plain.up)
+    assert torch.equal(low.gate_up, plain.gate_up)
     kept = low.state_dict()
     assert all(torch.equal(kept[key], value) for key, value in fresh.items())
     for half in ("noise.calls", "noise.key"):
