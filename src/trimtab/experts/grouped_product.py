@@ -96,9 +96,9 @@ class Call:
 
     kernels: by name, which stands for them as long as they live; owner: keeps those alive that were given. values,
     count: tensors of the weight, the values first. keep: whether a backward may come. label: what errors call the
-    weight. owned: the tensors themselves, where their attributes say where gradients go; else what autograd saves is all
-    that lives, which a checkpoint may free. trained: which of them wanted a gradient when the call was made; later they
-    may not say so.
+    weight. owned: the tensors themselves, where their attributes say where gradients go; else what autograd saves is
+    all that lives, which a checkpoint may free. trained: which of them wanted a gradient when the call was made; later
+    they may not say so.
     """
 
     plan: ExpertPlan | None
