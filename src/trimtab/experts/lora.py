@@ -87,8 +87,10 @@ def filled(weight: GroupedWeight) -> GroupedWeight:
     lora = weight.lora
     if lora is None:
         return weight
-    a, b = lora.a, lora.b
-    if more := -lora.rank % WHOLE:
+    a, b, more = lora.a, lora.b, -lora.rank % WHOLE
+    if not more and a.shape[0] == b.shape[0] == weight.groups:
+        return weight
+    if more:
         a, b = torch.nn.functional.pad(a, (0, 0, 0, more)), torch.nn.functional.pad(b, (0, more))
     a, b = (t.expand(weight.groups, -1, -1) for t in (a, b))
     return replace(weight, lora=replace(lora, a=a, b=b))
