@@ -51,10 +51,8 @@ def with_rows(offsets_e: Tensor) -> list[slice] | None:
         return None
     runs: list[slice] = []
     for expert in offsets_e.diff().nonzero().flatten().tolist():
-        if runs and runs[-1].stop == expert:
-            runs[-1] = slice(runs[-1].start, expert + 1)
-        else:
-            runs.append(slice(expert, expert + 1))
+        start = runs.pop().start if runs and runs[-1].stop == expert else expert
+        runs.append(slice(start, expert + 1))
     return runs
 
 
