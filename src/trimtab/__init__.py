@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from trimtab.decisions import rollout_decisions as rollout_decisions
     from trimtab.dispatch.all_gather import AllGather as AllGather
     from trimtab.dispatch.all_to_all import AllToAll as AllToAll
-    from trimtab.dispatch.dispatcher import Dispatched as Dispatched
     from trimtab.dispatch.dispatcher import Dispatcher as Dispatcher
+    from trimtab.dispatch.route import Dispatched as Dispatched
     from trimtab.dispatch.shared_memory import SharedMemory as SharedMemory
     from trimtab.dispatch.transports import Auto as Auto
     from trimtab.errors import DesyncError as DesyncError
@@ -56,57 +56,5 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_HOMES = {
-    "AllGather": "trimtab.dispatch.all_gather",
-    "AllToAll": "trimtab.dispatch.all_to_all",
-    "Auto": "trimtab.dispatch.transports",
-    "Decisions": "trimtab.routing.replay",
-    "DesyncError": "trimtab.errors",
-    "Dispatched": "trimtab.dispatch.dispatcher",
-    "Dispatcher": "trimtab.dispatch.dispatcher",
-    "ExpertMLP": "trimtab.experts.module",
-    "ExpertParallel": "trimtab.parallel.expert_parallel",
-    "GroupedLinear": "trimtab.experts.linear",
-    "Guard": "trimtab.guard.guard",
-    "LossGroups": "trimtab.routing.losses",
-    "MoE": "trimtab.moe",
-    "MoEConfig": "trimtab.moe",
-    "MoEOutput": "trimtab.moe",
-    "PeerLost": "trimtab.errors",
-    "PhaseTimeout": "trimtab.errors",
-    "Router": "trimtab.routing.router",
-    "RouterConfig": "trimtab.routing.config",
-    "SharedMemory": "trimtab.dispatch.shared_memory",
-    "add_adapter": "trimtab.experts.lora_model",
-    "check_replicated": "trimtab.parallel.check_replicated",
-    "clip_grad_norm_": "trimtab.parallel.grad_norm",
-    "ddp": "trimtab.parallel.ddp",
-    "fully_shard_moe": "trimtab.parallel.fsdp",
-    "join_data_parallel": "trimtab.parallel.moe",
-    "max_vio": "trimtab.routing.balance",
-    "merge_adapter": "trimtab.experts.lora_model",
-    "observing": "trimtab.decisions",
-    "parallelize": "trimtab.parallel.expert_parallel",
-    "record": "trimtab.decisions",
-    "reduce_main_grads": "trimtab.parallel.ddp",
-    "replay": "trimtab.decisions",
-    "replay_in_recompute": "trimtab.routing.recompute",
-    "rollout_decisions": "trimtab.decisions",
-    "set_adapter": "trimtab.experts.lora_model",
-    "set_totals": "trimtab.routing.balance",
-    "summary": "trimtab.integrations.transformers.summary",
-    "update_bias": "trimtab.routing.balance",
-}
-
-_MODULES = {
-    "megatron": "trimtab.integrations.megatron",
-    "torchtitan": "trimtab.integrations.torchtitan",
-    "transformer_engine": "trimtab.integrations.transformer_engine",
-    "transformers": "trimtab.integrations.transformers",
-}
-"""Attributes of the package that are modules."""
-
-__all__ = list(_HOMES)
-
 if not TYPE_CHECKING:  # or a type checker would let any name pass
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES, _MODULES)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

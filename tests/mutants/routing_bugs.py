@@ -16,7 +16,7 @@ from torch import Tensor
 from mutants.patching import Mutant, Patches
 from trimtab.experts import mlp_pass
 from trimtab.moe import MoEOutput
-from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
+from trimtab.parallel.moe import ParallelMoE
 from trimtab.routing import router, scores, select
 from trimtab.routing.decision import Routing
 from trimtab.routing.router import Router
@@ -64,7 +64,7 @@ def _loads_of_replicas(p: Patches) -> None:
     @p.around(ParallelMoE, "forward")
     def forward(run: Any, self: ParallelMoE, x: Tensor, **kwargs: Any) -> MoEOutput:
         out: MoEOutput = run(self, x, **kwargs)
-        if self.tp_group is not None and isinstance(self.tokens, ReplicatedTokens):
+        if self.tp_group is not None and self.shares:
             torch.distributed.all_reduce(out.loads_E, group=self.tp_group)
         return out
 

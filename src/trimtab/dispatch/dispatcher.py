@@ -16,20 +16,19 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch import checks, facts
-from trimtab.dispatch.dispatched import Dispatched as Dispatched
-from trimtab.dispatch.dispatched import by_slot
-from trimtab.dispatch.exchange import error_scope
+from trimtab.dispatch.exchange import count_message, error_scope
 from trimtab.dispatch.facts import NO_FACTS, CallId, Facts
-from trimtab.dispatch.handshake import count_message
 from trimtab.dispatch.options import CombineMode, ReplicationConfig, check_combine
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
 from trimtab.dispatch.route import (
     Combine,
     CombineSlots,
     Dispatch,
+    Dispatched,
     LocalRoute,
     RankRoute,
     ZeroGradients,
+    by_slot,
     outside_graph,
     require_grad_if_any,
     wants_gradient,
@@ -41,8 +40,8 @@ from trimtab.layout import experts_per_rank
 from trimtab.validation import check_sizes
 
 if TYPE_CHECKING:
-    from trimtab.dispatch.replication.plan import ReplicaPlan
-    from trimtab.dispatch.replication.planner import ReplicaPlanner
+    from trimtab.dispatch.replica_plan import ReplicaPlan
+    from trimtab.dispatch.replica_route import ReplicaPlanner
     from trimtab.guard.guard import Guard
 
 
@@ -99,7 +98,7 @@ class Dispatcher:
         self.replication: ReplicationConfig | None = None
         self._planner: ReplicaPlanner | None = None
         if replication is not None and transport is not None:
-            from trimtab.dispatch.replication.planner import ReplicaPlanner
+            from trimtab.dispatch.replica_route import ReplicaPlanner
 
             self.replication = replication
             self._planner = ReplicaPlanner(replication, num_experts, transport, etp, self._run)

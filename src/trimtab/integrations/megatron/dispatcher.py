@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.autograd import once_differentiable
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.options import ExchangeOptions
+from trimtab.dispatch.route import Dispatched
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.checks import shape_problems
-from trimtab.dispatch.dispatcher import Dispatched as RowsOfRank
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import Facts
 from trimtab.dispatch.options import ExchangeOptions
+from trimtab.dispatch.route import Dispatched as RowsOfRank
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError, InputError
