@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trimtab.autograd import autocast_at_work, detached_reshape, narrowed, refuse_transforms, zeroed
+from trimtab.autograd import autocast_at_work, detached_reshape, narrowed, refuse_transforms
 from trimtab.dispatch.checks import shape_problems
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import NO_FACTS, Facts
@@ -197,9 +197,7 @@ class MoE(nn.Module):
 
     def _join(self, y_TD: Tensor, own: _Own, x: Tensor) -> Tensor:
         """The output of all tokens, like x; zeros where the mask is False."""
-        if own.mask_T is not None:
-            y_TD = zeroed(y_TD, own.mask_T)
-        return self._whole(detached_reshape(y_TD, own.shape), x).to(x.dtype)
+        return self._whole(detached_reshape(y_TD, own.shape, own.mask_T), x).to(x.dtype)
 
     def _share(self, t: Tensor) -> Tensor:
         """The tokens of the input that this rank routes, [*lead, any] -> [*lead', any]: of x [*lead, D], mask

@@ -88,7 +88,7 @@ def _empty_rank_leaves(p: Patches) -> None:
 
 
 def _router_not_summed(p: Patches) -> None:
-    p.put(ParallelMoE, "_replicated", lambda self: [])
+    p.put(ParallelMoE, "_places", lambda self: [])
 
 
 MUTANTS = (

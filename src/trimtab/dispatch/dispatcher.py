@@ -232,9 +232,7 @@ class Dispatcher:
         self.calls += 1
         facts.compare(met, transport.rank, call, "count", given.weights)
         bad_P = [theirs[facts.BAD] for theirs in met.received]
-        if any(bad_P):
-            own = checks.bad_tokens(ids_TK, w_TK, self.num_experts)
-            checks.raise_if_bad(bad_P, self.num_experts, layer=self.layer, ranked=True, tokens=own)
+        checks.raise_if_bad(bad_P, ids_TK, w_TK, self.num_experts, layer=self.layer, ranked=True)
         return met
 
     def _route(self, transport: Transport, sort: RankSort, met: Handshake, call: CallId) -> RankRoute:

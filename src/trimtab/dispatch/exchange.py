@@ -2,7 +2,7 @@
 it is and, where the host waits anyway, compares with the other ranks, beside the facts, what comes.
 
     count     forward    ROWS and SLOTS that follow, TOKENS held, BAD,      every transport, one host sync
-                         GRAD, REPLICAS and REPLICA_SLOTS
+                         GRAD, and how many experts and slots of theirs
     the others           ROWS that follow, EXPECTED rows, VALUES in one,    guarded, where the host waits anyway (CPU)
                          BAD, their DTYPE
 
@@ -174,7 +174,7 @@ def agree_on_rows(
 
 
 def _kind(rows: Sequence[Tensor]) -> tuple[int, int, int]:
-    """VALUES, BAD and DTYPE, a dtype by its number; for several tensors, or codes, a checksum below 0."""
+    """VALUES, BAD and DTYPE, a dtype by its number; for several tensors, or others, a checksum below 0."""
     values, dtypes = [row.shape[1] for row in rows], [row.dtype for row in rows]
     if len(rows) == 1 and dtypes[0] in DTYPES:
         return values[0], 0, DTYPES.index(dtypes[0])

@@ -21,9 +21,8 @@ from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.errors import ConfigError
 from trimtab.layout import SequenceLayout
 from trimtab.moe import MoE, MoEOutput
-from trimtab.parallel.adapters import SumGradients
 from trimtab.parallel.experts import ParallelExperts
-from trimtab.parallel.meshes import TokenMeshes, check_meshes
+from trimtab.parallel.meshes import SumGradients, TokenMeshes, check_meshes
 from trimtab.routing.balance import routers
 from trimtab.routing.losses import LossGroups
 
@@ -67,7 +66,7 @@ class ParallelMoE(MoE):
         if group is None:
             return super().forward(x, token_mask=token_mask, ids=ids)
         refuse_transforms("MoE", self.dispatcher.layer)
-        places = self._replicated()
+        places = self._places()
         params = [module.get_parameter(name) for module, name in places]
         summed: tuple[Tensor, ...] = SumGradients.apply(group, *params) if params else ()  # type: ignore[no-untyped-call]
         with standing_in(places, summed):
@@ -102,7 +101,7 @@ class ParallelMoE(MoE):
             return y
         return detached_reshape(unshard(y.reshape(-1, y.shape[-1]), _layout(like, group), group), like.shape)
 
-    def _replicated(self) -> list[Place]:
+    def _places(self) -> list[Place]:
         """Places of the trained parameters other than the experts', in a fixed order."""
         return [
             (module, name)
