@@ -23,9 +23,8 @@ import trimtab as package
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.doctor.flight_recorder import read_trace, read_traces
+from trimtab.doctor.flight_recorder import dump, dump_on_signal, read_trace, read_traces
 from trimtab.doctor.flight_recorder_diagnosis import diagnose
-from trimtab.doctor.flight_recorder_dump import dump, dump_on_signal
 from trimtab.errors import BackendError, InputError
 
 LATE = 1

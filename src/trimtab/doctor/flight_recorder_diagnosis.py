@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from trimtab.dispatch import LAYER_FILE
-from trimtab.doctor.findings import Finding
+from trimtab.doctor import Finding
 from trimtab.doctor.flight_recorder import Entry, Frame, Trace
 
 ABSENT = (
