@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from trimtab.errors import PeerLost as PeerLost
     from trimtab.errors import PhaseTimeout as PhaseTimeout
     from trimtab.experts.linear import GroupedLinear as GroupedLinear
-    from trimtab.experts.lora_model import add_adapter as add_adapter
-    from trimtab.experts.lora_model import merge_adapter as merge_adapter
-    from trimtab.experts.lora_model import set_adapter as set_adapter
+    from trimtab.experts.lora import add_adapter as add_adapter
+    from trimtab.experts.lora import merge_adapter as merge_adapter
+    from trimtab.experts.lora import set_adapter as set_adapter
     from trimtab.experts.module import ExpertMLP as ExpertMLP
     from trimtab.guard.guard import Guard as Guard
     from trimtab.integrations import megatron as megatron
@@ -77,14 +77,14 @@ _HOMES = {
     "Router": "trimtab.routing.router",
     "RouterConfig": "trimtab.routing.config",
     "SharedMemory": "trimtab.dispatch.shared_memory",
-    "add_adapter": "trimtab.experts.lora_model",
+    "add_adapter": "trimtab.experts.lora",
     "check_replicated": "trimtab.parallel.check_replicated",
     "clip_grad_norm_": "trimtab.parallel.grad_norm",
     "ddp": "trimtab.parallel.ddp",
     "fully_shard_moe": "trimtab.parallel.fsdp",
     "join_data_parallel": "trimtab.parallel.moe",
     "max_vio": "trimtab.routing.balance",
-    "merge_adapter": "trimtab.experts.lora_model",
+    "merge_adapter": "trimtab.experts.lora",
     "observing": "trimtab.decisions",
     "parallelize": "trimtab.parallel.expert_parallel",
     "record": "trimtab.decisions",
@@ -92,7 +92,7 @@ _HOMES = {
     "replay": "trimtab.decisions",
     "replay_in_recompute": "trimtab.routing.recompute",
     "rollout_decisions": "trimtab.decisions",
-    "set_adapter": "trimtab.experts.lora_model",
+    "set_adapter": "trimtab.experts.lora",
     "set_totals": "trimtab.routing.balance",
     "summary": "trimtab.integrations.transformers.summary",
     "update_bias": "trimtab.routing.balance",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import trimtab.dispatch.checks
 import trimtab.experts.expert_ops
-import trimtab.experts.group_sizes
 import trimtab.experts.plan
 import trimtab.experts.product_ops
+import trimtab.experts.segments
 import trimtab.moe  # noqa: F401
