@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from trimtab.errors import PeerLost as PeerLost
     from trimtab.errors import PhaseTimeout as PhaseTimeout
     from trimtab.experts.linear import GroupedLinear as GroupedLinear
-    from trimtab.experts.lora_model import add_adapter as add_adapter
-    from trimtab.experts.lora_model import merge_adapter as merge_adapter
-    from trimtab.experts.lora_model import set_adapter as set_adapter
+    from trimtab.experts.lora import add_adapter as add_adapter
+    from trimtab.experts.lora import merge_adapter as merge_adapter
+    from trimtab.experts.lora import set_adapter as set_adapter
     from trimtab.experts.module import ExpertMLP as ExpertMLP
     from trimtab.guard.guard import Guard as Guard
     from trimtab.integrations import megatron as megatron

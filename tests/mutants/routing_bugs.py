@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mutants.patching import Mutant, Patches
-from trimtab.experts import mlp_pass
+from trimtab.experts import passes
 from trimtab.moe import MoEOutput
 from trimtab.parallel.moe import ParallelMoE
 from trimtab.routing import router, scores, select
@@ -45,11 +45,11 @@ def _high_ties(p: Patches) -> None:
 
 
 def _weights_twice(p: Patches) -> None:
-    p.wrap(mlp_pass, "slot_weights", lambda taken: lambda w_MK, plan: taken(w_MK, plan) ** 2)
+    p.wrap(passes, "slot_weights", lambda taken: lambda w_MK, plan: taken(w_MK, plan) ** 2)
 
 
 def _weights_nowhere(p: Patches) -> None:
-    p.wrap(mlp_pass, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
+    p.wrap(passes, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
 
 
 def _loads_twice(p: Patches) -> None:

@@ -25,8 +25,8 @@ from trimtab.dispatch.route import Dispatched
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
-from trimtab.experts.expert_rows import ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts, slot_grads, slot_weights
+from trimtab.experts.segments import ToExperts
 from trimtab.integrations.megatron.protocol import MegatronTokenDispatcher
 from trimtab.integrations.megatron.refused import PAD
 from trimtab.parallel.expert_tensor import ExpertTensorGroup

@@ -30,8 +30,8 @@ from trimtab.dispatch.route import Dispatched as RowsOfRank
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.expert_rows import FromExperts, ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts
+from trimtab.experts.segments import FromExperts, ToExperts
 from trimtab.layout import ALIGNMENTS
 
 HOME = "torchtitan.models.common.token_dispatcher"
