@@ -37,7 +37,7 @@ class RouterConfig:
         group_score: what a group is worth, the sum of its best two scores ("top2") or its best ("max").
         bias: an expert bias joins the scores for the selection only (aux-loss-free balancing, arXiv 2408.15664).
         bias_rule: how it moves, once per optimizer step, see `trimtab.update_bias`: "sign" by `bias_rate` towards the
-            mean load; "quantile" to what would have made the step's even, without a rate (see `trimtab.routing.quantile`;
+            mean load; "quantile" to what would have made them even, without a rate (see `trimtab.routing.quantile`;
             of scores up to 1, without groups).
         bias_rate: of "sign".
         select: how experts are chosen; a name of `trimtab.routing.select.SELECTS`. Sinkhorn and expert choice balance

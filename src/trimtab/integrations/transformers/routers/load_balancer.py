@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trimtab.convert.safetensors_files import SafetensorsFolder
+from trimtab.convert.files import SafetensorsFolder
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.routers.find import RouterPlace, find_routers
 from trimtab.integrations.transformers.routers.observe import Observed, observing
