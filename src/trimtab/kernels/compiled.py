@@ -219,10 +219,7 @@ def compiled_kernels() -> CompiledKernels:
     Raises:
         BackendError: see `CompiledKernels`.
     """
-    kernels = _shared.get("cpu")
-    if kernels is None:
-        kernels = _shared.setdefault("cpu", CompiledKernels())
-    return kernels
+    return _shared.get("cpu") or _shared.setdefault("cpu", CompiledKernels())
 
 
 def are_made() -> bool:
