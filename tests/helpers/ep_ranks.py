@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import trimtab.integrations.transformers
 from trimtab.errors import TrimtabError
-from trimtab.integrations.transformers.replicated_params import average_replicated
+from trimtab.integrations.transformers.lora import average_replicated
 from trimtab.integrations.transformers.trainer.replica_counts import replicating_dispatchers
 
 from .ep_case import Case, Router, batches, freeze

@@ -21,7 +21,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
-from trimtab.integrations.transformers.replicated_params import average_replicated
+from trimtab.integrations.transformers.lora import average_replicated
 from trimtab.integrations.transformers.routers.observe import Observed
 from trimtab.integrations.transformers.trainer.replica_counts import ReplicaCounts, with_replica_counts
 from trimtab.routing.loads import load_metrics, load_scalars

@@ -12,22 +12,12 @@ torchtitan is imported with the first name that is used from here, never before.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trimtab.lazy_names import lazy_names
-
-if TYPE_CHECKING:
-    from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher as TokenDispatcher
-    from trimtab.integrations.torchtitan.exchange import Dispatched as Dispatched
-    from trimtab.integrations.torchtitan.exchange import TokenExchange as TokenExchange
-    from trimtab.integrations.torchtitan.replicated import RoutedExperts as RoutedExperts
 
 _HOMES = {
     "TokenDispatcher": "trimtab.integrations.torchtitan.dispatcher",
     "TokenExchange": "trimtab.integrations.torchtitan.exchange",
     "Dispatched": "trimtab.integrations.torchtitan.exchange",
-    "RoutedExperts": "trimtab.integrations.torchtitan.replicated",
+    "RoutedExperts": "trimtab.integrations.torchtitan.override",
 }
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -14,7 +14,7 @@ from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trimtab.dispatch.options import CombineMode
-    from trimtab.integrations.transformers.lora.config import lora_config as lora_config
+    from trimtab.integrations.transformers.lora import lora_config as lora_config
     from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig as QuantizedExpertsConfig
     from trimtab.integrations.transformers.quantized.quantizer import dequantize_experts as dequantize_experts
     from trimtab.integrations.transformers.quantized.quantizer import quantize_experts as quantize_experts
@@ -30,7 +30,7 @@ _HOMES = {
     "LoadCallback": "trimtab.integrations.transformers.trainer.load_callback",
     "QuantizedExpertsConfig": "trimtab.integrations.transformers.quantized.quantizer",
     "dequantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
-    "lora_config": "trimtab.integrations.transformers.lora.config",
+    "lora_config": "trimtab.integrations.transformers.lora",
     "quantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
 }
 """Names that derive from classes of transformers, which is imported when one of them is first used."""
@@ -100,9 +100,7 @@ def register(
     kernels = KernelChoice("auto")  # one for all layers: tested once
     for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
         registry.register(name, partial(experts_forward, kernels=kernels))
-    own = {
-        "experts_name": name, "options": options, "kernels": kernels, "built": count(), "living": WeakSet(),
-    }  # fmt: skip
+    own = {"experts_name": name, "options": options, "kernels": kernels, "built": count(), "living": WeakSet()}
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))
 
 
