@@ -9,13 +9,17 @@ megatron.core is imported with the first name that is used from here, never befo
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from trimtab.lazy_names import lazy_names
 
-_HOMES = {
-    "MoELayer": "trimtab.integrations.megatron.layer",
-    "TokenDispatcher": "trimtab.integrations.megatron.dispatcher",
-    "Experts": "trimtab.integrations.megatron.experts",
-    "Router": "trimtab.integrations.megatron.router",
-    "use": "trimtab.integrations.megatron.specs",
-}
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+if TYPE_CHECKING:
+    from trimtab.integrations.megatron.dispatcher import TokenDispatcher as TokenDispatcher
+    from trimtab.integrations.megatron.experts import Experts as Experts
+    from trimtab.integrations.megatron.layer import MoELayer as MoELayer
+    from trimtab.integrations.megatron.router import Router as Router
+    from trimtab.integrations.megatron.specs import use as use
+
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -20,8 +20,8 @@ from megatron.core.transformer.moe import experts
 from torch import Tensor
 
 from trimtab.errors import ConfigError
-from trimtab.experts.group_sizes import GroupSizes
 from trimtab.experts.linear import GroupedLinear as Grouped
+from trimtab.experts.segments import GroupSizes
 from trimtab.experts.weight import GroupedWeight
 from trimtab.integrations import transformer_engine as te
 from trimtab.integrations.megatron.protocol import ModuleSpec, asked

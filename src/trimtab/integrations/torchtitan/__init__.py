@@ -12,12 +12,16 @@ torchtitan is imported with the first name that is used from here, never before.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from trimtab.lazy_names import lazy_names
 
-_HOMES = {
-    "TokenDispatcher": "trimtab.integrations.torchtitan.dispatcher",
-    "TokenExchange": "trimtab.integrations.torchtitan.exchange",
-    "Dispatched": "trimtab.integrations.torchtitan.exchange",
-    "RoutedExperts": "trimtab.integrations.torchtitan.override",
-}
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+if TYPE_CHECKING:
+    from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher as TokenDispatcher
+    from trimtab.integrations.torchtitan.exchange import Dispatched as Dispatched
+    from trimtab.integrations.torchtitan.exchange import TokenExchange as TokenExchange
+    from trimtab.integrations.torchtitan.override import RoutedExperts as RoutedExperts
+
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -30,7 +30,7 @@ from trimtab.experts.quantized import values_per_byte
 from trimtab.experts.weight import LoraFactors
 from trimtab.integrations.transformers.experts import ATTACHED, is_ours
 from trimtab.integrations.transformers.quantized import MARK, WEIGHTS
-from trimtab.parallel.adapters import SumGradients
+from trimtab.parallel.meshes import SumGradients
 
 HOME = "peft.tuners.lora.model"
 KNOWN = "0.18 to 0.21"
