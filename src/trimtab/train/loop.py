@@ -21,8 +21,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
+from trimtab.integrations.transformers.lora import average_replicated
 from trimtab.integrations.transformers.model_loads import ModelLoads
-from trimtab.integrations.transformers.replicated_params import average_replicated
 from trimtab.integrations.transformers.routers.observe import Observed
 from trimtab.routing.loads import load_scalars
 from trimtab.routing.observers import BalanceLosses, Loads
