@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mutants.patching import Mutant, Patches
 from trimtab.dispatch import checks
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.route import Dispatched
 from trimtab.experts import mlp
 from trimtab.moe import MoE
 from trimtab.routing import scores

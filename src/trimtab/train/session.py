@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from trimtab.checkpoint.folder import UNFINISHED
-from trimtab.convert.safetensors_files import writing
+from trimtab.convert.files import writing
 from trimtab.integrations.transformers.summary import summary
 from trimtab.processes import leave_group
 from trimtab.routing.load_picture import draw_loads

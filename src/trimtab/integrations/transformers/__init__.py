@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     )
     from trimtab.integrations.transformers.trainer.load_callback import LoadCallback as LoadCallback
 
-_HOMES = {
-    "LoadBalancer": "trimtab.integrations.transformers.routers.load_balancer",
-    "LoadBalancerCallback": "trimtab.integrations.transformers.trainer.load_balancer_callback",
-    "LoadCallback": "trimtab.integrations.transformers.trainer.load_callback",
-    "QuantizedExpertsConfig": "trimtab.integrations.transformers.quantized.quantizer",
-    "dequantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
-    "lora_config": "trimtab.integrations.transformers.lora.config",
-    "quantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
-}
-"""Names that derive from classes of transformers, which is imported when one of them is first used."""
-
 
 def register(
     name: str = "trimtab", *, combine: CombineMode = "sum", transport: str = "alltoall",
@@ -115,4 +104,4 @@ def import_transformers(who: str) -> ModuleType:
 
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

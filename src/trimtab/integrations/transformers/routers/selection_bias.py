@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trimtab.convert.safetensors_files import SafetensorsFolder
+from trimtab.convert.files import SafetensorsFolder
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.routers.find import RouterPlace
 from trimtab.routing.observers import ADDED
