@@ -18,7 +18,7 @@ from trimtab.experts import passes
 from trimtab.moe import MoEOutput
 from trimtab.parallel.moe import ParallelMoE
 from trimtab.routing import router, scores, select
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.router import Router
 
 
