@@ -169,15 +169,8 @@ class Blocks:
     def __init__(self, layout: BlockLayout | None = None, names: tuple[str, ...] = ()) -> None:
         self.layout, self.names = layout, names
 
-    def to_ours(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
-        """The store under trimtab's names, in the dtypes of `like` if it is given."""
-        return self._mapped(store, like, to_ours=True)
-
-    def to_theirs(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
-        """The store under transformers' names, in the dtypes of `like` if it is given."""
-        return self._mapped(store, like, to_ours=False)
-
-    def _mapped(self, store: TensorStore, like: TensorStore | None, *, to_ours: bool) -> TensorStore:
+    def mapped(self, store: TensorStore, like: TensorStore | None = None, *, to_ours: bool) -> TensorStore:
+        """The store under trimtab's names or transformers', in the dtypes of `like` if it is given."""
         if self.layout is None:
             return store
         dtypes = {} if like is None else {name: info.dtype for name, info in like.infos.items()}

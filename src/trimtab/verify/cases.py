@@ -84,12 +84,8 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
     return [c for c in cases if not globs or any(fnmatch.fnmatchcase(c.name, glob) for glob in globs)]
 
 
-def _dtypes(level: str, topology: Topology) -> tuple[str, ...]:
+def _dtypes(level: str, t: Topology) -> tuple[str, ...]:
     if level != "default":
         return LEVELS[level]
-    return LEVELS["full" if topology.name in QUICK else "proof" if _narrow(topology) else level]
-
-
-def _narrow(topology: Topology) -> bool:
-    """True where nothing depends on the dtype that other rows do not show in each."""
-    return (topology.replicas, topology.sink, topology.later, topology.frozen) != ("none",) * 4
+    narrow = (t.replicas, t.sink, t.later, t.frozen) != ("none",) * 4  # other rows show each dtype of what they share
+    return LEVELS["full" if t.name in QUICK else "proof" if narrow else level]

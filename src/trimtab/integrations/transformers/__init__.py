@@ -13,6 +13,7 @@ from trimtab.errors import ConfigError
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from trimtab.convert.export import save_pretrained as save_pretrained
     from trimtab.dispatch.options import CombineMode
     from trimtab.integrations.transformers.lora.config import lora_config as lora_config
     from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig as QuantizedExpertsConfig
@@ -32,6 +33,7 @@ _HOMES = {
     "dequantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
     "lora_config": "trimtab.integrations.transformers.lora.config",
     "quantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
+    "save_pretrained": "trimtab.convert.export",
 }
 """Names that derive from classes of transformers, which is imported when one of them is first used."""
 
