@@ -139,15 +139,10 @@ def write_converted(source: Source, dst: Path, to: str, shard_bytes: int, on_ten
         else:
             folder = work.rename(dst)
     return Converted(
-        folder=folder,
-        files=sorted(path.name for path in folder.iterdir()),
-        record=record,
-        experts=experts,
-        tensors=len(read.infos),
-        nbytes=sum(info.nbytes for info in read.infos.values()),
-        recorded=source.record is not None,
-        optimizer=(len(source.optimizer), sum(source.optimizer.values())),
-    )
+        folder=folder, files=sorted(path.name for path in folder.iterdir()), record=record, experts=experts,
+        tensors=len(read.infos), nbytes=sum(info.nbytes for info in read.infos.values()),
+        recorded=source.record is not None, optimizer=(len(source.optimizer), sum(source.optimizer.values())),
+    )  # fmt: skip
 
 
 def _to_dcp(source: Source, store: TensorStore) -> tuple[TensorStore, Back]:

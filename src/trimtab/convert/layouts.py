@@ -86,13 +86,9 @@ class BlockLayout:
         if activation is None:
             raise ConfigError(f"layout {self.name}: hidden_act={config.hidden_act!r} has no activation of trimtab's")
         return MoEConfig(
-            dim=config.hidden_size,
-            hidden=getattr(config, self.hidden),
-            router=self.router(config),
-            activation=activation,
-            shared_hidden=self.shared_hidden(config),
-            shared_gate=self.shared_gate,
-        )
+            dim=config.hidden_size, hidden=getattr(config, self.hidden), router=self.router(config),
+            activation=activation, shared_hidden=self.shared_hidden(config), shared_gate=self.shared_gate,
+        )  # fmt: skip
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -196,10 +192,8 @@ GATE = Part(ours="shared.gate.weight", theirs=("shared_expert_gate.weight",))
 
 def shared(name: str) -> tuple[Part, Part]:
     """Shared experts that transformers holds as three linear layers below `name`."""
-    halves = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
-    return Part(ours="shared.up.weight", theirs=halves), Part(
-        ours="shared.down.weight", theirs=(f"{name}.down_proj.weight",)
-    )
+    gate, up, down = (f"{name}.{own}_proj.weight" for own in ("gate", "up", "down"))
+    return Part(ours="shared.up.weight", theirs=(gate, up)), Part(ours="shared.down.weight", theirs=(down,))
 
 
 def _softmax(c: Any) -> RouterConfig:

@@ -103,10 +103,8 @@ def merge(
 ) -> Merged:  # fmt: skip
     """Write the model in `src` with the adapter in the folder `adapter` merged, as transformers opens it, to `dst`.
 
-    Args as of `convert`; `src` may be in either form. Memory: as there, and a layer's stack of experts twice more.
-
-    Raises:
-        ConfigError, InputError: as `convert` and `read_adapter` do.
+    Args and errors as of `convert` and `read_adapter`; `src` may be in either form. Memory: as there, and a layer's
+    stack of experts twice more.
     """
     source = opened.open_source(Path(src), layout)
     model = source.model
@@ -163,12 +161,15 @@ def read_adapter(folder: Path, model: Any) -> dict[str, WeightAdapter]:
             lost.append(key)
         else:
             found.setdefault(str(name), {})[match[2]] = tensor
-    if lost:
-        raise InputError(f"{folder}: {len(lost)} tensors have no place in {type(model).__name__}, first {lost[0]}")
-    if absent := sorted({name for names in targets.values() for name in names} - found.keys()):
-        raise InputError(f"{folder}: {len(absent)} weights that it names have no adapter in it, first {absent[0]}")
-    if half := [name for name, pair in found.items() if len(pair) < 2]:
-        raise InputError(f"{folder}: {half[0]} has only one of lora_A and lora_B")
+    absent = sorted({name for names in targets.values() for name in names} - found.keys())
+    half = [name for name, pair in found.items() if len(pair) < 2]
+    for names, what in (
+        (lost, f"tensors have no place in {type(model).__name__}"),
+        (absent, "weights that it names have no adapter in it"),
+        (half, "weights have only one of lora_A and lora_B"),
+    ):
+        if names:
+            raise InputError(f"{folder}: {len(names)} {what}, first {names[0]}")
     made = {}
     for name, pair in found.items():
         turned = bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
