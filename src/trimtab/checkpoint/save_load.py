@@ -199,7 +199,7 @@ def load(
     Values are overwritten in place; an optimizer's state is made where it is missing, without a step.
 
     At the same layout what follows is bit for bit what would have followed, except under torch's DDP on three ranks or
-    more, which sorts its buckets anew after its first backward. At another layout copies and shares of an expert begin
+    more, which sorts its buckets anew after its first backward. At another layout all ranks that hold an expert begin
     with one state of its recipe; each had its own.
 
     Args:

@@ -32,10 +32,12 @@ class LiveModel(TensorStore):
             everyone, self._rank = [None] * dist.get_world_size(), dist.get_rank()
             dist.all_gather_object(everyone, (write, held))
         self._writer = next(rank for rank, (writes, _) in enumerate(everyone) if writes)
-        self._owner: dict[str, dict[Any, int]] = {name: {} for name in held}  # of each part, (offsets, sizes)
-        for rank in [*reversed(range(len(everyone))), self._writer]:  # of several that hold a part one sends it
-            for name, boxes in everyone[rank][1].items():
-                self._owner[name] |= dict.fromkeys(boxes, rank)
+        self._owner: dict[str, dict[Any, int]] = {}  # of each part, (offsets, sizes)
+        for name in held:
+            ranks = [*reversed(range(len(everyone))), self._writer]  # of several that hold a part one sends it
+            parts = {box: rank for rank in ranks for box in everyone[rank][1].get(name, ())}
+            if sum(math.prod(sizes) for _, sizes in parts) == self._state[name].numel():
+                self._owner[name] = parts
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {n: self.read_rows(n, slice(0, *self.infos[n].shape[:1])) for n in names}
@@ -71,7 +73,7 @@ def _is_regular(tensor: DTensor) -> bool:
     mesh, placements = tensor.device_mesh, tensor.placements
     for i, placement in enumerate(placements):
         later = (mesh.size(j) for j in range(i + 1, mesh.ndim) if placements[j].is_shard(getattr(placement, "dim", -1)))
-        if getattr(placement, "split_factor", 1) not in (1, math.prod(later)):
+        if placement.is_partial() or getattr(placement, "split_factor", 1) not in (1, math.prod(later)):
             return False
     return True
 

@@ -18,16 +18,15 @@ from trimtab.verify.topologies import (
     QUICK,
     Topology,
     default_topologies,
-    replicating_topologies,
+    further_topologies,
     topologies_for,
     topology_named,
 )
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LEVELS = {"quick": ("float32",), "default": ("float32", "bfloat16"), "full": tuple(DTYPES), "proof": ("float64",)}
-"""Dtypes of each level. "default" runs the quick topologies in float64 besides, and others with replicated or
-frozen experts, `main_grad` or delayed gradients as "proof"; "full" runs so those with replicated experts that are no
-default ones."""
+"""Dtypes of each level. "default" runs the quick topologies in float64 besides, and `narrow` ones as "proof", as "full"
+runs `further_topologies` that are no default ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
     dtypes = {topology: _dtypes("full" if exact else level, topology) for topology in topologies}
     if level == "full" or exact:
         more = LEVELS["full" if exact else "proof"]
-        dtypes |= {topology: more for topology in replicating_topologies() if topology not in dtypes}
+        dtypes |= {topology: more for topology in further_topologies() if topology not in dtypes}
     cases = [
         Case(topology=topology, pattern=pattern, dtype=dtype, seed=seed)
         for topology, own in dtypes.items()
@@ -87,5 +86,4 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
 def _dtypes(level: str, t: Topology) -> tuple[str, ...]:
     if level != "default":
         return LEVELS[level]
-    narrow = (t.replicas, t.sink, t.later, t.frozen) != ("none",) * 4  # other rows show each dtype of what they share
-    return LEVELS["full" if t.name in QUICK else "proof" if narrow else level]
+    return LEVELS["full" if t.name in QUICK else "proof" if t.narrow else level]

@@ -150,7 +150,7 @@ class Layers:
         if t.data == "fsdp":
             self.model = fully_shard_moe(stack, place.dense["dp"], place.experts["edp"])
         elif t.data == "hsdp":
-            self.model = fully_shard_moe(stack, place.dense["replicate", "shard"], place.experts["edp"])
+            self.model = fully_shard_moe(stack, place.dense["outer", "shard"], place.experts["edp"])
         elif t.data == "ddp":
             self.model = ddp(stack, place.dense["dp"], place.experts["edp"])
 
