@@ -20,7 +20,8 @@ from helpers.exchanges import RULE, Changed, Layer, Said, said_of
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.exchange import count_message
 from trimtab.dispatch.facts import (
     BAD,
     COLUMNS,
@@ -35,8 +36,8 @@ from trimtab.dispatch.facts import (
     LineTokens,
     compare,
 )
-from trimtab.dispatch.handshake import count_message
 from trimtab.dispatch.options import ReplicationConfig
+from trimtab.dispatch.route import Dispatched
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake
 from trimtab.errors import DesyncError, InputError, TrimtabError

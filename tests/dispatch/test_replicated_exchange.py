@@ -15,9 +15,10 @@ from helpers.cases import PATTERNS, case
 from helpers.exchanges import EVEN, D, E, K, Layer
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.options import COMBINE_MODES, CombineMode, ReplicationConfig
-from trimtab.dispatch.replication.route import ReplicaRoute
+from trimtab.dispatch.replica_route import ReplicaRoute
+from trimtab.dispatch.route import Dispatched
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.parallel.expert_tensor import ExpertTensorGroup

@@ -79,9 +79,7 @@ def calls_on_rank(pipe: Connection, transport: str, killed: str, cases: list[tup
     pipe.poll(DEADLINE)
 
 
-DESYNC = (
-    r"DesyncError: \[layer moe(.experts)?, rank [01], phase (route|count)\] in the group where rank [01] is "
-)
+DESYNC = r"DesyncError: \[layer moe(.experts)?, rank [01], phase (route|count)\] in the group where rank [01] is "
 INPUT = r"InputError: \[layer moe, rank 1, phase (route|count|dispatch)\] in the group where rank 1 is global rank 3: "
 SHAPE = INPUT + r"(rank\(s\) 1 were given tensors of the wrong shape|.*tokens must be floating)"
 MISTAKES = {
@@ -97,9 +95,7 @@ MISTAKES = {
     ("plain, fingerprint", ALONE): DESYNC + r"rank [13]: .*with another dtype.*guard on",
     ("none", ()): r"nothing$",
 }  # fmt: skip
-GONE = (
-    r"PeerLost: \[layer moe, rank 1, phase (route|count)\] .*rank 1 \(global rank 3.*is gone: its process has ended"
-)
+GONE = r"PeerLost: \[layer moe, rank 1, phase (route|count)\] .*rank 1 \(global rank 3.*is gone: its process has ended"
 
 
 @pytest.mark.xdist_group("ranks4")

@@ -16,12 +16,12 @@ from helpers.comparing import assert_close
 from helpers.weights import expert_weights
 from trimtab.errors import BackendError, ConfigError, InputError
 from trimtab.experts import on_cpu
-from trimtab.experts.grad_sink import GradSink
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.passes import Pass
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.weight import GroupedWeight
+from trimtab.experts.weight_grad import GradSink
 from trimtab.kernels.choose import get_backend
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from helpers.comparing import assert_close
 from helpers.linear_truth import true_results
 from trimtab.errors import BackendError, ConfigError, InputError
-from trimtab.experts.group_sizes import _on_device
 from trimtab.experts.linear import GroupedLinear
+from trimtab.experts.segments import _on_device
 from trimtab.experts.weight_grad import MODES
 from trimtab.kernels.choose import KernelChoice
 

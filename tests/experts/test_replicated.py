@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
 from helpers.replicated_case import HOME, D, F, Lent, Meeting, P, Rows, in_threads, joined, part_of, rows_of
-from trimtab.experts.lora_model import add_adapter, set_adapter
+from trimtab.experts.lora import add_adapter, set_adapter
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.product import Product
 from trimtab.experts.quantized import FORMATS, scales_of

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from helpers.layer_case import ACTIVATIONS
 from trimtab import oracle
-from trimtab.experts.lora import in_use
-from trimtab.experts.lora_model import add_adapter, set_adapter
+from trimtab.experts.lora import add_adapter, in_use, set_adapter
 from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
 

@@ -15,9 +15,8 @@ from trimtab.kernels.api import Backend, Block
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.expert_check import swiglu_experts, wave
-from trimtab.kernels.grouped_mm import GroupedMMBackend
 from trimtab.kernels.selftest import self_test
-from trimtab.kernels.torch_mm import TorchBackend
+from trimtab.kernels.torch_mm import GroupedMMBackend, TorchBackend
 from trimtab.oracle import moe
 
 CPU = torch.device("cpu")

@@ -82,16 +82,17 @@ return torch.cat([gathered[rank, : layout.tokens(rank)] for rank in range(layout
              "tuple(rank * (length // ranks) for rank in range(ranks + 1))"), look=TP3),
     bug("replicas_double_counted",
         "the output's gradient, which every rank holds, is summed over the ranks: gradients x TP",
-        Edit(SHARD + "_Unshard.backward", "return take_shard", """\
-dy = dy.clone()
-    dist.all_reduce(dy, group=ctx.group)
-    return take_shard"""), look=TP3),
+        Edit(SHARD + "_Moved.backward", "return _moved(", """\
+if joined:
+        dy = dy.clone()
+        dist.all_reduce(dy, group=group)
+    return _moved("""), look=TP3),
     bug("padded_by_repeats", "short shards are filled up with repeated tokens, and the gradient counts them",
         Edit(LAYER, "refuse_transforms(", """\
 import torch
 
     length, longest = x.shape[-2], torch.tensor(x.shape[-2])
-    if not isinstance(self.tokens, ReplicatedTokens):
+    if not self.shares:
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
     more = (int(longest) - length) * (length > 0)
     x, token_mask, ids = (
@@ -111,5 +112,5 @@ if not x.numel() and self.dispatcher.transport is not None:
         return MoEOutput(y=x.clone(), losses={}, loads_E=loads, ids_TK=loads[:0, None])
     group = self.tp_group"""), look=EP2, hangs=True),
     bug("router_not_summed", "the router's gradient is not summed over tensor-parallel ranks (torchtitan#4054)",
-        Edit(LAYER, "places = self._replicated()", "places = []"), look="2r-ep2-tp2-sharded/*"),
+        Edit(LAYER, "places = self._places()", "places = []"), look="2r-ep2-tp2-sharded/*"),
 )

@@ -89,10 +89,9 @@ if not adds:
         Edit("experts.on_cpu:_written", "int(adds)}", "1}"), look=RANDOM),
     bug("compiled_empty_expert_unwritten",
         "the gradient of `up` of an expert without rows is never written (pytorch#172439)",
-        Edit(CPU_BACKWARD, "_put(later)", """\
-if fields.get("d_up") is not None:
-        fields["d_up"][fields["offsets"].diff() == 0] = float("nan")
-    _put(later)"""), look="1r-local/cold_rank/float32"),
+        Edit(CPU_BACKWARD, RUN, RUN + """
+    if fields.get("d_up") is not None:
+        fields["d_up"][fields["offsets"].diff() == 0] = float("nan")"""), look="1r-local/cold_rank/float32"),
     bug("compiled_ends_of_rows", "a vector loop leaves out the last columns of rows whose width it does not divide",
         Edit(CPU_FORWARD, "return y, pre", """\
 y[:, y.shape[1] // 8 * 8 :] = 0

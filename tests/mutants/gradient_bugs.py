@@ -6,7 +6,7 @@ from mutants.patching import Edit, bug
 
 FSDP, SCALE = "parallel.fsdp:fully_shard_moe", "module.gradient_scale = "
 AVERAGED = Edit(
-    "parallel.adapters:SumGradients.backward",
+    "parallel.meshes:SumGradients.backward",
     "dist.all_reduce(flat, group=ctx.group)",
     """\
 dist.all_reduce(flat, group=ctx.group)
@@ -45,7 +45,7 @@ for adapter in adapters:
     """ + FOUND), look="2r-ep2-lora/random/*"),
     bug("adapter_gradient_in_wrong_group",
         "what ranks hold alike of an adapter is reduced over the ranks with copies of the experts alone",
-        Edit(LORA, "summed_over_copies(adapters, parts, self.place)", "pass"),
+        Edit(LORA, "for dim in range(self.place.mesh.ndim):", "for dim in ():"),
         look="2r-etp2-local-sharedlora/random/*"),
     bug("adapter_gradient_averaged", "a shared pair's gradient is the mean over the expert group, not the sum",
         AVERAGED, look="2r-ep2-ordered-sharedlora/random/*"),
@@ -53,12 +53,12 @@ for adapter in adapters:
         Edit("experts.lora:factors_of", "return {name: stack_factors(each) for name, each in found.items()}",
              "return {}"), look="1r-local-lora/random/*"),
     bug("adapter_b_of_wrong_rank", "b is cut for another rank's share of F than the weight (Megatron-Bridge#5635)",
-        Edit("parallel.adapters:cut_adapter", "whole = distribute_tensor(param.detach(),", """\
-own = param.detach()
-        if name == "gate_up_b":
-            own = torch.cat(own.chunk(place.etp_size, SPLIT[name].dim)[::-1], SPLIT[name].dim)
-        whole = distribute_tensor(own,"""), look="2r-etp2-local-lora/random/*"),
+        Edit("parallel.experts:ParallelExperts._cut_adapter", "self._cut(adapter,", """\
+if name == "gate_up_b":
+            own, dim = adapter.get_parameter(name), SPLIT[name].dim
+            own.data = torch.cat(own.data.chunk(self.place.etp_size, dim)[::-1], dim)
+        self._cut(adapter,"""), look="2r-etp2-local-lora/random/*"),
     bug("merged_one_expert_too_few", "a merge leaves an expert out and says nothing",
-        Edit("experts.lora_model:merge_adapter", "in enumerate(weight):",
+        Edit("experts.lora:merge_adapter", "in enumerate(weight):",
              'in enumerate(weight[:-1] if own == "down" else weight):'), look="2r-ep2-mergedlora/random/*"),
 )

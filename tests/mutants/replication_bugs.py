@@ -5,7 +5,7 @@ from __future__ import annotations
 from dispatch.test_replicated_exchange import weights_on_rank
 from mutants.patching import Edit, RanksTest, bug
 
-HOME, SEND = (f"dispatch.replication.route:ReplicaRoute.{name}" for name in ("add_home", "send"))
+HOME, SEND = (f"dispatch.replica_route:ReplicaRoute.{name}" for name in ("add_home", "send"))
 ROWS, ONE = "[_rows(t) for t in replicas]", "2r-ep2-replicas/one_expert/*"
 
 # fmt: off
@@ -24,7 +24,7 @@ _add_rows(home, experts, grads.view(-1, *home.shape[1:]))
     for home, of_replicas in zip(into, sums, strict=True):
         home.add_(of_replicas)"""), test=RanksTest(run=weights_on_rank, ranks=4, args=("alltoall",))),
     bug("plan_from_local_counts", "each rank plans from what it has itself: ranks send by one plan and wait by another",
-        Edit("dispatch.replication.planner:ReplicaPlanner.gather", "return replayed(", """\
+        Edit("dispatch.replica_route:ReplicaPlanner.gather", "return replayed(", """\
 counts_HPE = counts_HPE * (torch.arange(self.transport.size) == self.transport.rank)[:, None]
     return replayed("""), look=ONE),
     bug("copy_cost_of_each_rank", "a constant that each rank has measured for itself; it must raise on all, not hang",
@@ -35,17 +35,17 @@ from dataclasses import replace
         self.replication = replication"""), look=ONE),
     bug("quota_one_slot_short",
         "each replica gets a slot less than its quota: right numbers, and a rank with more than the mean",
-        Edit("dispatch.replication.rule:pieces_of", "slots_n=torch.cat((chosen(slots_WBPe), chosen(slots_WBP)))",
+        Edit("dispatch.replica_plan:pieces_of", "slots_n=torch.cat((chosen(slots_WBPe), chosen(slots_WBP)))",
              "slots_n=(torch.cat((chosen(slots_WBPe), chosen(slots_WBP))) - 1).clamp(min=0)"), look=ONE),
     bug("slot_to_next_rank", "one slot of each expert goes to a rank beside the one that the plan says",
-        Edit("dispatch.replication.plan:slot_shares", "return cells_EP", """\
+        Edit("dispatch.replica_plan:slot_shares", "return cells_EP", """\
 starts, one_E = cells_EP.argmax(1), cells_EP.amax(1).clamp(max=1)
     rows = torch.arange(cells_EP.shape[0])
     cells_EP[rows, starts] -= one_E
     cells_EP[rows, starts - 1] += one_E
     return cells_EP"""), look=ONE),
     bug("copy_of_wrong_expert", "weights leave in another order than that of the plan",
-        Edit("dispatch.replication.route:experts_to_send", "return compact(", "return home - 1 - compact("), look=ONE),
+        Edit("dispatch.replica_route:experts_to_send", "return compact(", "return home - 1 - compact("), look=ONE),
     bug("weights_not_sent_again", "a recompute takes its replicas from memory that was freed in between",
         Edit(SEND, "rows = [_rows(t) for t in tensors]", """\
 from trimtab.routing.recompute import replaying

@@ -6,7 +6,7 @@ from mutants.patching import Edit, bug
 
 ROUTE, DISPATCH = "routing.router:Router.forward", "dispatch.dispatcher:Dispatcher._dispatch"
 WEIGHTS, LOADS = "chosen, decision.complete)", "loads_E = chosen_E if ids is chosen else count_ids(ids, c.num_experts)"
-SLOT_WEIGHTS, TAKEN = "experts.mlp_pass:Pass.begin", "slot_weights(self.w, self.plan)"
+SLOT_WEIGHTS, TAKEN = "experts.passes:Pass.begin", "slot_weights(self.w, self.plan)"
 
 # fmt: off
 MUTANTS = (
@@ -30,7 +30,7 @@ MUTANTS = (
         Edit("parallel.moe:ParallelMoE.forward", "with standing_in(places, summed):\n", """\
 with standing_in(places, summed):
         out = super().forward(x, token_mask=token_mask, ids=ids)
-        if isinstance(self.tokens, ReplicatedTokens):
+        if self.shares:
             dist.all_reduce(out.loads_E, group=group)
         return out
 """), look="3r-ep3-tp3-replicated-fsdp/*"),

@@ -26,12 +26,16 @@ from trimtab.autograd import in_backward, not_in_graphs
 from trimtab.routing.recompute import counted_before, replayed, replaying, running
 from trimtab.routing.scores import count_ids
 
+OWN = "trimtab"
+"""The family of our own routers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterInfo:
     """What is known of a router before it runs.
 
-    name: of its module, without what wrappers (DDP, peft, torch.compile, checkpointing) add.
+    name: of its module, without what wrappers (DDP, peft, torch.compile, checkpointing) add; of a router of ours when
+        it is observed.
     top_k: how many ids a decision has for a token.
     score: how logits become scores: a name of `trimtab.routing.scores.SCORES`, "given", or a family's own.
     family: for errors.
@@ -39,11 +43,11 @@ class RouterInfo:
     holes: some ids of a token may be -1.
     """
 
-    name: str
     num_experts: int
     top_k: int
+    name: str = ""
     score: str = "softmax"
-    family: str = "trimtab"
+    family: str = OWN
     partial: bool = False
     holes: bool = True
 
@@ -203,9 +207,6 @@ class Port:
     def _shown(self, run: RouterRun, traced: bool) -> list[Tensor]:
         losses = [observer.see(run) for observer in self.observers if observer.traced == traced]
         return [loss for loss in losses if loss is not None]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Port:
-        return Port(self.info, self._copied())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Port, (self.info, self._copied())

@@ -88,7 +88,7 @@ def write_preset(name: str, seed: int, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from trimtab.convert.safetensors_files import writing
+    from trimtab.convert.files import writing
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

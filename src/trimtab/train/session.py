@@ -14,10 +14,10 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from trimtab.checkpoint.folder import UNFINISHED
-from trimtab.convert.safetensors_files import writing
+from trimtab.convert.files import writing
 from trimtab.integrations.transformers.summary import summary
 from trimtab.processes import leave_group
-from trimtab.routing.load_picture import draw_loads
+from trimtab.routing.loads import draw_loads
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import load_model, mask_by_positions, with_adapters, write_adapter
 from trimtab.train.out_folder import make_room

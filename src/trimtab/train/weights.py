@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from trimtab.checkpoint.folder import CONFIG
 from trimtab.checkpoint.state import plain_name, unwrapped
-from trimtab.convert.adapter_files import WithAdapters, read_adapter
-from trimtab.convert.safetensors_files import SHARD_BYTES, SafetensorsFolder, holds_safetensors, write_safetensors
+from trimtab.convert.files import SHARD_BYTES, SafetensorsFolder, holds_safetensors, write_safetensors
+from trimtab.convert.merge import WithAdapters, read_adapter
 from trimtab.convert.source import RECORD, check_state, ties, without
 from trimtab.convert.steps import loading_steps, mapping_of, saving_steps, without_place
 from trimtab.convert.tensors import Mapped, Step, TensorInfo, TensorStore, kept

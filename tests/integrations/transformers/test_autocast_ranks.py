@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import trimtab.integrations.transformers
 from helpers.parity import difference, scale
 from helpers.ranks import run_ranks
-from trimtab.dispatch.dispatcher import Dispatched
+from trimtab.dispatch.route import Dispatched
 
 D, E, K = 16, 4, 2
 

@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.autograd import once_differentiable
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.options import ExchangeOptions
+from trimtab.dispatch.route import Dispatched
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
-from trimtab.experts.expert_rows import ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts, slot_grads, slot_weights
+from trimtab.experts.segments import ToExperts
 from trimtab.integrations.megatron.protocol import MegatronTokenDispatcher
 from trimtab.integrations.megatron.refused import PAD
 from trimtab.parallel.expert_tensor import ExpertTensorGroup

@@ -25,10 +25,9 @@ from torch import Tensor
 
 from trimtab.autograd import computed_in
 from trimtab.experts.activations import clamped
-from trimtab.experts.grad_sink import GradSink
 from trimtab.experts.mlp import RowFunction, expert_mlp
 from trimtab.experts.plan import plan_experts
-from trimtab.experts.weight_grad import DelayedGradients
+from trimtab.experts.weight_grad import DelayedGradients, GradSink
 from trimtab.integrations.megatron.expert_linear import ExpertLinear
 from trimtab.integrations.megatron.refused import refuse_in_experts
 from trimtab.integrations.megatron.sharded_state import local_state, sharded_state

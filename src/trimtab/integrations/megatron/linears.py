@@ -15,7 +15,7 @@ from megatron.core.transformer.moe import experts
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from trimtab.experts.group_sizes import GroupSizes
+from trimtab.experts.segments import GroupSizes
 from trimtab.integrations import transformer_engine as te
 from trimtab.integrations.megatron.expert_linear import ExpertShare, device_of
 from trimtab.integrations.megatron.refused import refuse_in_linears

@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.checks import shape_problems
-from trimtab.dispatch.dispatcher import Dispatched as RowsOfRank
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import Facts
 from trimtab.dispatch.options import ExchangeOptions
+from trimtab.dispatch.route import Dispatched as RowsOfRank
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.expert_rows import FromExperts, ToExperts
 from trimtab.experts.plan import ExpertPlan, plan_experts
+from trimtab.experts.segments import FromExperts, ToExperts
 from trimtab.layout import ALIGNMENTS
 
 HOME = "torchtitan.models.common.token_dispatcher"

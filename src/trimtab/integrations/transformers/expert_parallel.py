@@ -23,10 +23,10 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from trimtab.autograd import forward_of, narrowed
 from trimtab.dispatch.checks import shape_problems
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import Facts
 from trimtab.dispatch.options import ExchangeOptions
-from trimtab.dispatch.route import ZeroGradients
+from trimtab.dispatch.route import Dispatched, ZeroGradients
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trimtab.autograd import forward_of, once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.weight import LoraFactors
-from trimtab.parallel.adapters import SumGradients
+from trimtab.parallel.meshes import SumGradients
 
 
 class OwnExperts(Function):
