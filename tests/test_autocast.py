@@ -147,12 +147,9 @@ def test_no_copy_of_a_weight_waits_for_the_backward(make: Callable[..., Any]) ->
     assert all(t.dtype == torch.float32 for t in kept)
 
 
-@pytest.mark.parametrize("make", [mlp])
 @KERNELS
 @pytest.mark.parametrize("delay", [False, True])
-def test_no_copy_outlives_its_pass(
-    make: Callable[..., Any], kernels: str, delay: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_copy_outlives_its_pass(kernels: str, delay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels round as they read, none is made."""
     copies: list[weakref.ref[Tensor]] = []
 
@@ -165,7 +162,7 @@ def test_no_copy_outlives_its_pass(
     cast = product.cast
     for home in (product, on_cpu):
         monkeypatch.setattr(home, "cast", noted)
-    layer, run = make(kernels=kernels, delay_wgrad=delay)
+    layer, run = mlp(kernels=kernels, delay_wgrad=delay)
     x = tokens().requires_grad_()
     with autocast():
         y = run(layer, x)
@@ -178,15 +175,13 @@ def test_no_copy_outlives_its_pass(
     assert layer.backward_dw() is None
 
 
-@pytest.mark.parametrize(("make", "kernels"), [(mlp, "torch"), (mlp, "grouped_mm")])
+@pytest.mark.parametrize("kernels", ["torch", "grouped_mm"])
 @pytest.mark.usefixtures("poisoned")
-def test_experts_without_rows_are_not_copied(
-    make: Callable[..., Any], kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_without_rows_are_not_copied(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
     cast = product.cast
     monkeypatch.setattr(product, "cast", lambda *given: runs.append(given[3]) or cast(*given))
-    layer, run = make(kernels=kernels)
+    layer, run = mlp(kernels=kernels)
     x = tokens().requires_grad_()
     with autocast():
         y = run(layer, x)

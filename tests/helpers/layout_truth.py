@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from helpers.layer_case import ACTIVATIONS
 from trimtab import oracle
 from trimtab.experts.lora import add_adapter, in_use, set_adapter
 from trimtab.moe import MoEConfig
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.routing.config import RouterConfig
 
 E, D, F, K, LAYERS = 4, 8, 8, 2, 2
@@ -96,6 +99,14 @@ def build(dtype: torch.dtype, lora: bool = False, **config: Any) -> Model:
     if lora:
         set_adapter(model, "own", "shared")
     return model.to(dtype)
+
+
+def spread(model: Any, pattern: str, etp: bool, **options: Any) -> Any:
+    """The layers that match over all ranks, which share F where `etp`, else the experts."""
+    ranks = dist.get_world_size()
+    names = ("etp", "ep") if etp else ("ep",)
+    mesh = init_device_mesh("cpu", (ranks, 1) if etp else (ranks,), mesh_dim_names=names)
+    return parallelize(model, mesh, {pattern: ExpertParallel(etp="etp" if etp else None, **options)})
 
 
 def adapted(experts: Any, name: str) -> Tensor:
