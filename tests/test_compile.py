@@ -26,7 +26,7 @@ from trimtab.kernels.choose import KernelChoice, get_backend
 from trimtab.moe import MoE
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.balance import set_totals
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.router import Router
 

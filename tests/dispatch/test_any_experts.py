@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.cases import case
+from helpers.cases import PATTERNS, case
 from helpers.comparing import relative_error
 from helpers.ranks import run_ranks
 from trimtab.dispatch import all_to_all
@@ -84,8 +84,6 @@ def test_experts_that_are_left_out_still_have_a_backward(combine: str) -> None:
 
 
 FEW = 4
-FALLS = ("random", "one_rank", "empty_source", "ragged", "empty_world", "dropped", "masked")
-"""How tokens fall; each way with odd widths is a column of the ledger, see `tests/verify/test_rows.py`."""
 WIDTHS = ((torch.float32, 4), (torch.float32, 1), (torch.float32, 5), (torch.bfloat16, 6), (torch.bfloat16, 3))
 
 
@@ -93,7 +91,7 @@ def worst(transport: Any, dtype: torch.dtype, width: int, top_k: int) -> float:
     """Expert e multiplies by e + 1; the largest relative error of y, dx and dw however tokens fall."""
     dispatcher, found = Dispatcher(FEW, transport, layer="moe"), list[float]()
     first = dist.get_rank() * dispatcher.experts_per_rank
-    for seed, pattern in enumerate(FALLS):
+    for seed, pattern in enumerate(PATTERNS):
         x, ids, w, mask = case(pattern, dist.get_rank(), dist.get_world_size(), FEW, top_k, width, dtype, seed)
         rows = dispatcher.dispatch(x.requires_grad_(), ids, w.requires_grad_(), mask)
         factor = torch.where(rows.ids_MK >= 0, rows.ids_MK + first + 1, 0) * rows.weights_MK

@@ -10,7 +10,7 @@ from mutants.patching import Edit, bug
 
 PLAN, FORWARD, COMBINE = "experts.plan:plan_experts", "experts.passes:forward", "kernels.rows:combine_rows"
 STATIC = Edit(PLAN, "static = by_default if static is None else static", "static, num_slots = True, None")
-GATED, VALUES = "experts.activations:_Gated", "experts.product:Product._write_values"
+GATED, VALUES = "experts.activations:_Pointwise", "experts.product:Product._write_values"
 WRITTEN = "self.kernels.grouped_wgrad(rows, d, block, there, add=adds[0])"
 CPU_FORWARD, CPU_BACKWARD, CPU_FIELDS = (f"experts.on_cpu:{name}" for name in ("forward", "backward", "_fields"))
 RUN, RANDOM = "kernels.backward(fields)", "1r-local/random/float32"

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.guard.guard import SharedWhenCopied
 from trimtab.routing.config import COEFFICIENTS, RouterConfig
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.scores import SCORES, count_ids
 
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None

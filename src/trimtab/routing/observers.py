@@ -14,10 +14,9 @@ from torch import Tensor
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decision import Basis, Routing
 from trimtab.routing.loads import load_metrics
 from trimtab.routing.losses import Groups, LossGroups, StepTotals, balance_losses, take_sums
-from trimtab.routing.port import Observer, RouterInfo, RouterRun
+from trimtab.routing.port import Basis, Observer, RouterInfo, RouterRun, Routing
 from trimtab.routing.quantile import BINS, add_required
 from trimtab.routing.recompute import noted
 from trimtab.routing.replay import Decisions

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from trimtab.errors import InputError
 from trimtab.kernels.tensor_checks import dense, described
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decision import Basis, Decision, Routing, decoded
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
-from trimtab.routing.port import Port, RouterInfo, RouterRun
+from trimtab.routing.port import Basis, Decision, Port, RouterInfo, RouterRun, Routing, decoded
 from trimtab.routing.quantile import BINS, add_required
 from trimtab.routing.recompute import counted_before, replayed, replaying, running
 from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits

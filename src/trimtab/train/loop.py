@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
+from trimtab.integrations.transformers.lora import average_replicated
 from trimtab.integrations.transformers.model_loads import ModelLoads
-from trimtab.integrations.transformers.replicated_params import average_replicated
 from trimtab.integrations.transformers.routers.observe import Observed
 from trimtab.routing.loads import load_scalars
 from trimtab.routing.observers import BalanceLosses, Loads
@@ -35,7 +36,7 @@ from trimtab.train.resume import Checkpoints, describe_run
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum of `values` over all ranks, in place; the values themselves without ranks."""
+    """Sum `values` over all ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
@@ -72,44 +73,9 @@ def arguments(config: TrainConfig, mesh: Mesh) -> TrainingArguments:
     return made
 
 
-class Bar(ProgressCallback):  # type: ignore[misc]
-    """The Trainer's progress bar with the last numbers at its end instead of a printed line per step."""
-
-    training_bar: Any
-    evaluated = ""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin where the run goes on."""
-        super().on_train_begin(args, state, control, **kwargs)
-        self.current_step = state.global_step
-        if self.training_bar is not None:
-            self.training_bar.reset()
-            self.training_bar.initial = self.training_bar.n = state.global_step
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Show loss and speed behind the bar."""
-        if self.training_bar is not None and "tokens_per_second" in logs:
-            shown = f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s"
-            self.evaluated = f", eval {logs['eval_loss']:.3f}" if "eval_loss" in logs else self.evaluated
-            self.training_bar.set_postfix_str(shown + self.evaluated)
-
-    def close(self) -> None:
-        """Leave the bar as it is, on a line of its own; a run that ends early would draw it over the message."""
-        if self.training_bar is not None:
-            self.training_bar.close()
-            self.training_bar = None
-
-
 class MoETrainer(Trainer):  # type: ignore[misc]
-    """`Trainer` for one mesh of ranks over an endless stream of blocks.
-
-    Args:
-        plan: of the run, its data ready and its steps known.
-        model: loaded for it, with adapters where it has them.
-        rank: of this process.
-
-    After `train`, `state.global_step` says how many steps are taken.
-    """
+    """`Trainer` for one mesh of ranks over an endless stream of blocks, by a plan whose data is ready and whose steps
+    are known. After `train`, `state.global_step` says how many are taken."""
 
     def __init__(self, plan: Plan, model: Any, rank: int) -> None:
         config, mesh = plan.config, plan.mesh
@@ -146,8 +112,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._ended = checkpoints.start
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.bar = Bar()
-        self.add_callback(self.bar)
+        self.bar = tqdm(total=config.max_steps, initial=self._ended, disable=rank > 0)
+        self._evaluated = ""
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Keep tensor parallelism from Accelerate: the model and the data know of it, and on CPU it is refused."""
@@ -160,7 +126,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return DataLoader(self.train_dataset, batch_size=self.args.per_device_train_batch_size)
 
     def _sync_replicated_trainable_parameters(self, model: Any) -> None:
-        """Adapters beside a sharded model lie whole on every rank: average their gradients as a backward ends, on
+        """What trains beside a sharded model lies whole on every rank: average its gradients as a backward ends, on
         Gloo too."""
         if hasattr(self.model, "peft_config"):
             average_replicated(self.model)
@@ -282,6 +248,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             record |= self._evaluate(self.held_out)
         layers = self.loads.take(self.mesh.tp)
         super().log(record | load_scalars(layers), start_time)
+        self._evaluated = f", eval {record['eval_loss']:.3f}" if "eval_loss" in record else self._evaluated
+        shown = f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s"
+        self.bar.set_postfix_str(shown + self._evaluated, refresh=False)
+        self.bar.update()
         if self.is_world_process_zero():
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**record, "layers": layers}) + "\n")
