@@ -115,13 +115,13 @@ def _dw_at_home(p: Patches) -> None:
 def _shared_plan(p: Patches) -> None:
     last: list[Route] = []
 
-    def forward(ctx: Any, route: Route, rows: Tensor, sent: Tensor) -> Tensor:
+    def forward(ctx: Any, route: Route, rows: Tensor, *sent: Tensor | None) -> Tensor:
         last[:] = [route]
-        made: Tensor = original(ctx, route, rows, sent)
+        made: Tensor = original(ctx, route, rows, *sent)
         return made
 
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return None, last[0].dispatch([dy], "backward")[0], None
+        return None, last[0].dispatch([dy], "backward")[0], None, None
 
     original = Combine.forward
     p.put(Combine, "forward", staticmethod(forward))
