@@ -23,6 +23,7 @@ from trimtab.dispatch.plan import plan_ranks, sort_by_rank
 from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
 from trimtab.dispatch.replica_route import experts_to_send
 from trimtab.errors import ConfigError
+from trimtab.experts.replicated import run_with_replicas
 
 P, E, T, K, D, F = 4, 8, 24, 3, 8, 16
 HOME = E // P
@@ -84,7 +85,7 @@ def test_from_counts_to_experts_nothing_is_read_and_every_size_is_the_bound(way:
         ids_MK, w_MK = torch.zeros(BOUNDS.rows, K, dtype=torch.int32), torch.zeros(BOUNDS.rows, K, requires_grad=True)
         weights = experts.expert_weights()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            y_MD = experts.run_with_replicas(weights, x_MD, ids_MK, w_MK, AsMany(), BOUNDS.expert_rows)
+            y_MD = run_with_replicas(experts, weights, x_MD, ids_MK, w_MK, AsMany(), BOUNDS.expert_rows)
         y_MD.sum().backward()
     assert y_MD.shape == (BOUNDS.rows, D)
     assert saved.count((BOUNDS.expert_rows, 2 * F)) == 2, saved  # pre-activations: of the experts at home, of replicas
@@ -120,7 +121,7 @@ def test_no_routing_needs_more_and_padded_to_the_bounds_it_has_the_right_numbers
         own = slice(rank * HOME, rank * HOME + HOME)
         weights = expert_weights(up=up[own], down=down[own], up_bias=None, down_bias=None)
         replicas = AsMany((up[copied], down[copied]))
-        y_MD = experts.run_with_replicas(weights, x_MD, ids_MK, w_MK, replicas, BOUNDS.expert_rows)
+        y_MD = run_with_replicas(experts, weights, x_MD, ids_MK, w_MK, replicas, BOUNDS.expert_rows)
         y_TD.index_add_(0, tokens, y_MD[: len(tokens)])
     truth = oracle.moe(x_TD, torch.cat(ids), w_TK, up, down)
     assert torch.allclose(y_TD, truth, rtol=1e-12, atol=1e-12)
