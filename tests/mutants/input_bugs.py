@@ -18,7 +18,7 @@ from trimtab.dispatch.route import Dispatched
 from trimtab.experts import mlp
 from trimtab.moe import MoE
 from trimtab.routing import scores
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.router import Router
 
 

@@ -35,7 +35,7 @@ from trimtab.dispatch.route import (
 )
 from trimtab.dispatch.transport import Handshake, Transport, layer_frame
 from trimtab.errors import DesyncError, InputError
-from trimtab.kernels.rows import static_by_default
+from trimtab.kernels.tensor_checks import static_by_default
 from trimtab.layout import experts_per_rank
 from trimtab.validation import check_sizes
 
