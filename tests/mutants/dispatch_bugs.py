@@ -58,7 +58,7 @@ each = dw.split(list(ctx.route.rows.incoming))
     dx_TD, dw_TK = """), look=EP2),
     bug("plan_shared_by_layers",
         "the plan is kept by the module, not by the call: the next one overwrites it (torchtitan#2273, #1467)",
-        Edit("dispatch.route:Combine.forward", "ctx.route = route", "Combine.last = route"),
+        Edit("dispatch.route:Combine.forward", "ctx.route, ctx.row_R", "Combine.last, ctx.row_R"),
         Edit("dispatch.route:Combine.backward", "ctx.route", "Combine.last"), look="2r-ep2/alternating/*"),
     bug("allgather_reads_padding", "the all-gather's table is read as if no rank's rows were padded",
         Edit("dispatch.all_gather:AllGather.combine", "parts = [rows[source, start:end]", """\
@@ -68,18 +68,20 @@ starts = [0, *accumulate(sum(row) for row in splits.everyone)]
         Edit("dispatch.route:DispatchSlots.forward", "row_R)", "row_R.flip(0))"), look="1r-local-ordered/*"),
     bug("batch_1_offset",
         "shards are cut at local + T_local * rank, which is right for one sequence only (torchtitan#3604)",
-        Edit(SHARD + "take_shard", "full = x.view", """\
-first = sum(layout.tokens(before) for before in range(rank))
-    return x[first : first + layout.tokens(rank)].contiguous()
-    full = x.view"""), look=TP3),
+        Edit(SHARD + "take_shard", "return x[", """\
+lead, (start, end) = x.shape[:-2], cuts[rank : rank + 2]
+    tokens = x.flatten(0, -2)[lead.numel() * start : lead.numel() * end]
+    return tokens.view(*lead, end - start, x.shape[-1])
+    return x["""), look=TP3),
     bug("joined_by_rank", "shards are put together rank after rank instead of by position (torchtitan#3604)",
         Edit(SHARD + "join_shards", "shards = [", """\
-return torch.cat([gathered[rank, : layout.tokens(rank)] for rank in range(layout.ranks)])
+mine = [gathered[r, : lead.numel() * n] for r, n in enumerate(lengths)]
+    return torch.cat(mine).view(*lead, sum(lengths), x.shape[-1])
     shards = ["""), look=TP3),
     bug("remainder_lost",
         "every rank takes L // ranks positions and the rest is nobody's (torchtitan#3577, #3619, #3622)",
-        Edit("layout:SequenceLayout.even", "shard_cuts(length, ranks)",
-             "tuple(rank * (length // ranks) for rank in range(ranks + 1))"), look=TP3),
+        *(Edit(SHARD + name, "shard_cuts(", "(lambda size, ranks: [r * (size // ranks) for r in range(ranks + 1)])(")
+          for name in ("shard", "unshard")), look=TP3),
     bug("replicas_double_counted",
         "the output's gradient, which every rank holds, is summed over the ranks: gradients x TP",
         Edit(SHARD + "_Moved.backward", "return _moved(", """\

@@ -21,8 +21,8 @@ from helpers.seeing import seen
 from integrations.transformers.test_replay_families import close, others, run
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers.routers.find import find_routers
-from trimtab.integrations.transformers.routers.load_balancer import add_selection_bias
 from trimtab.integrations.transformers.routers.observe import Observed, record, replay
+from trimtab.integrations.transformers.routers.selection_bias import add_selection_bias
 from trimtab.routing.observers import ADDED, SelectionBias
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
