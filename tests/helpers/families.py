@@ -164,8 +164,11 @@ def _num_classes(model: Any) -> int:
     return int(model.get_input_embeddings().num_embeddings)
 
 
-def sample_batch(model: Any, batch: int, length: int, seed: int = 0) -> Batch:
-    """Random token ids, a random label for each and, where experts are split by modality, a modality for each."""
+def sample_batch(model: Any, batch: int, length: int, seed: int = 0, *, padded: bool = False) -> Batch:
+    """Random token ids, a random label for each and, where experts are split by modality, a modality for each.
+
+    padded: sequences are of other lengths, which an attention mask shows.
+    """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     ids = torch.randint(vocabulary, (batch, length), generator=generator)
@@ -176,6 +179,10 @@ def sample_batch(model: Any, batch: int, length: int, seed: int = 0) -> Batch:
         drawn["inputs_embeds"] = torch.randn(batch, length, model.config.hidden_size, generator=generator)
     if "moe_mm_token_type_ids" in inspect.signature(type(model).forward).parameters:
         drawn["moe_mm_token_type_ids"] = torch.randint(2, (batch, length), generator=generator)
+    if padded:
+        lengths = torch.randint(3, length, (batch, 1), generator=generator)
+        drawn["attention_mask"] = (torch.arange(length) < lengths).long()
+        drawn["labels"] = labels.masked_fill(drawn["attention_mask"] == 0, -100)
     return drawn
 
 

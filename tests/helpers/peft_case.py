@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .families import build_model, experts_modules, forward, sample_batch
-from .parity import Run
 
 
 def targets(model: nn.Module) -> list[str]:
@@ -68,18 +66,3 @@ def output_and_gradients(model: Any, seed: int = 0, batch: int = 2, length: int 
     loss.backward()
     values: dict[str, Tensor | None] = {"output": output.detach(), "loss": loss.detach()}
     return values | {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def run_adapted(name: str, implementation: str, dtype: torch.dtype, seed: int) -> Run:
-    """As `parity.run_model`, with adapters on all experts."""
-    model = adapted(name, implementation, dtype, seed, inference_mode=False)
-    routing: dict[str, Tensor] = {}
-    for key, module in experts_modules(model).items():
-        module.register_forward_pre_hook(lambda _, args, key=key: routing.__setitem__(key, args[1].clone()))
-    return Run(values=output_and_gradients(model, seed), routing=routing, experts_grads={})
-
-
-@cache
-def reference_adapted(name: str, dtype: torch.dtype, seed: int) -> Run:
-    """peft's own path over transformers' own loop."""
-    return run_adapted(name, "eager", dtype, seed)

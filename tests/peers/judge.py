@@ -33,9 +33,9 @@ GRACE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """One case. said: the first line of the error and its rank, the largest difference, or why it can't be asked.
+    """One case. said: the first line of the error, the largest difference, or why it can't be asked.
 
-    error: the largest relative error where numbers came. rank: of the first error.
+    error: the largest relative error where numbers came.
     """
 
     topology: str
@@ -43,7 +43,6 @@ class Judged:
     status: Status
     said: str = ""
     error: float | None = None
-    rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,23 +83,17 @@ def judge(peer: Peer, cases: Sequence[Case]) -> list[Judged]:
 
 def judged(verdict: Verdict) -> Judged:
     """A verdict in the page's words."""
-    case, status = verdict.case, STATUSES[verdict.status]
-    finite = list(verdict.errors.values())
-    first = verdict.details[0] if verdict.details else ""
-    rank = re.match(r"rank (\d+): ", first)
-    said = first.strip().splitlines()[-1].strip() if first else ""
+    case, status, errors = verdict.case, STATUSES[verdict.status], verdict.errors
+    first = verdict.details[0].strip() if verdict.details else ""
+    said = re.sub(r"^rank \d+: ", "", first).splitlines()[-1].strip() if first else ""
     if status == "wrong":  # the worst of all ranks and tensors, rather than the first
-        worst = max(verdict.errors, key=lambda column: verdict.errors[column])
+        worst = max(errors, key=errors.__getitem__)
         missing = next((line for line in verdict.details if "got no tensor" in line), "")
-        said = missing or f"{worst} by {verdict.errors[worst]:.1e}"
+        said = missing or f"{worst} by {errors[worst]:.1e}"
     return Judged(
-        topology=case.topology.name,
-        pattern=case.pattern.name,
-        status=status,
-        said=plain(said.removeprefix(rank[0]) if rank else said),
-        error=max(finite) if finite else None,
-        rank=int(rank[1]) if rank and status in ("refused", "crashed") else None,
-    )
+        topology=case.topology.name, pattern=case.pattern.name, status=status, said=plain(said),
+        error=max(errors.values(), default=None),
+    )  # fmt: skip
 
 
 def version_of(peer: Peer, root: Path) -> str:

@@ -6,10 +6,15 @@ A peer lies in `.peers/FOLDER`, which goes in front of the path when it is judge
 from __future__ import annotations
 
 import importlib
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2] / ".peers"
 EP = ("1r-local", "2r-ep2", "4r-ep4", "4r-ep2")
 OURS_ALONE = ("ties", "nan_logits", "bad_id")
 """Patterns that judge what we alone promise: which of equal scores goes first, errors for bad input."""
@@ -54,12 +59,37 @@ SOURCES = {
 }  # fmt: skip
 
 
+def fetch_all() -> int:
+    """Bring all that isn't there. Nothing that they depend on comes with it: PyTorch is that which is installed."""
+    for source in SOURCES.values():
+        place = ROOT / source.folder
+        if not place.exists():
+            print(f"{source.name}: {' '.join(source.pip) or ' at '.join(source.git)}", flush=True)
+            part = place.with_name(f"{place.name}.part")  # what was broken off is not taken for whole
+            shutil.rmtree(part, ignore_errors=True)
+            _fetch(source, part)
+            part.rename(place)
+    return 0
+
+
+def _fetch(source: Source, place: Path) -> None:
+    if source.git[0]:
+        url, commit = source.git
+        subprocess.run(["git", "clone", "--quiet", url, str(place)], check=True)
+        subprocess.run(["git", "-C", str(place), "checkout", "--quiet", commit], check=True)
+        return
+    work = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    if source.python:
+        work += ["--python-version", source.python, "--ignore-requires-python", "--only-binary", ":all:"]
+    subprocess.run([*work, "--target", str(place), *source.pip], check=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Peer:
     """One subject.
 
     impl: what `--impl` takes. folders: of its sources. says: what was set up. around: MODULE:FUNCTION that each rank
-    enters, what stands in for CUDA. ours: it is trimtab, in the peer's place.
+    enters, what stands in for CUDA.
     """
 
     name: str
@@ -71,7 +101,6 @@ class Peer:
     topologies: tuple[str, ...] = EP
     dtype: str = "float32"
     around: str = ""
-    ours: bool = False
 
     def options(self) -> dict[str, Any]:
         """What `run_local` is given besides."""
@@ -171,7 +200,7 @@ def _megatron() -> Iterator[Peer]:
             yield Peer(
                 name=f"{name}-{version}", title=f"Megatron-Core {version}, {title}", says=says,
                 impl=f"peers.megatron_impl:{part}",
-                distribution="megatron-core", folders=folders, topologies=topologies, ours="trimtab" in name,
+                distribution="megatron-core", folders=folders, topologies=topologies,
                 around="helpers.megatron_cpu:cuda_stood_in",
             )  # fmt: skip
 

@@ -7,8 +7,9 @@ recorded once and replayed, so that rounding stays inside one module.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import trimtab.integrations.transformers
 from helpers.families import build_model, experts_modules, family_names, forward, sample_batch
-from helpers.parity import FLOAT32_INSIDE, difference, scale
+from helpers.model_truth import FLOAT32_INSIDE, difference, scale
 from helpers.wrapped import Quantised
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers.experts import experts_forward
@@ -29,6 +30,13 @@ NAMES = family_names()
 IMPL = "trimtab"
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
+
+
+@pytest.fixture(autouse=True)
+def no_graph_stays() -> Iterator[None]:
+    """What was compiled would be found by others."""
+    yield
+    torch._dynamo.reset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,26 +92,18 @@ def replay(
     return values
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_rounds_no_worse_than_the_loop(name: str) -> None:
-    call = first_call(name, torch.bfloat16)
+def test_bfloat16_rounds_no_worse_than_the_loop(name: str, autocast: bool) -> None:
+    """Of a bfloat16 module, and of a float32 one under autocast."""
+    call = first_call(name, torch.float32 if autocast else torch.bfloat16)
     exact = replay(call, "eager", torch.float64)
-    loop, ours = replay(call, "eager"), replay(call, IMPL)
+    loop, ours = (replay(call, implementation, autocast=autocast) for implementation in ("eager", IMPL))
+    if autocast:
+        assert not torch.equal(ours["output"], replay(call, IMPL)["output"]), "it is not float32 that was multiplied"
     for key, value in exact.items():
         assert ours[key].dtype == loop[key].dtype, key
-        allowed = max(2 * difference(loop[key], value), 2**-7 * scale(value))
-        error = difference(ours[key], value)
-        assert error <= allowed, f"{key}: off by {error:.2e}, allowed {allowed:.2e}, scale {scale(value):.2e}"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_under_autocast_a_float32_module_rounds_no_worse_than_the_loop(name: str) -> None:
-    call = first_call(name, torch.float32)
-    exact, plain = replay(call, "eager", torch.float64), replay(call, IMPL)
-    loop, ours = (replay(call, implementation, autocast=True) for implementation in ("eager", IMPL))
-    assert not torch.equal(ours["output"], plain["output"])  # it is not float32 that was multiplied
-    for key, value in exact.items():
-        assert ours[key].dtype == loop[key].dtype == torch.float32, key
+        assert ours[key].dtype == torch.float32 or not autocast, key
         allowed = max(2 * difference(loop[key], value), 2**-7 * scale(value))
         error = difference(ours[key], value)
         assert error <= allowed, f"{key}: off by {error:.2e}, allowed {allowed:.2e}, scale {scale(value):.2e}"
@@ -260,28 +260,16 @@ def own_gate(**changes: Any) -> Any:
     return module
 
 
-def swapped(module: nn.Module, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-    others = {name: 1.5 * p for name, p in module.named_parameters()}
-    y: Tensor = torch.func.functional_call(module, others, (x, ids, w))
-    return y
-
-
-@pytest.fixture
-def no_graph_stays() -> Iterator[None]:
-    """What was compiled would be found by others."""
-    yield
-    torch._dynamo.reset()
-
-
 WAYS: dict[str, Any] = {
     "itself": lambda module, *given: module(*given),
     "run again": lambda module, *given: checkpoint(module, *given, use_reentrant=False),
-    "others in place": swapped,
+    "others in place": lambda module, *given: torch.func.functional_call(
+        module, {name: 1.5 * p for name, p in module.named_parameters()}, given
+    ),
     "compiled": lambda module, *given: torch.compile(module, backend="eager")(*given),
 }
 
 
-@pytest.mark.usefixtures("no_graph_stays")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_parameter_of_a_gate_of_ones_own_has_its_gradient(way: str) -> None:
     """Neither a stacked weight nor what one is computed from is the gate's."""
@@ -296,28 +284,33 @@ def test_every_parameter_of_a_gate_of_ones_own_has_its_gradient(way: str) -> Non
     torch.testing.assert_close(found[IMPL], found["grouped_mm"], rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.usefixtures("no_graph_stays")
-def test_what_cannot_be_run_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = qwen()
-    for count, ids in ((4, 60_000), (4, 6), (6, 4)):
-        with pytest.raises(InputError, match=r"ids \[T, K\]"):
-            module(*rows(count, ids))
+def calls(module: Any) -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
+    """By what is wrong: what is run, and what it ends with."""
     x, ids, w = rows()
-    with pytest.raises(InputError, match=r"ids \[T, K\]"):
-        module(x, ids[:, 0], w[:, 0])
-    with pytest.raises(InputError, match=r"torch\.func"):
-        torch.func.grad(lambda x: module(x, ids, w).sum())(x)
-    with pytest.raises(InputError, match=r"torch\.jit"):
-        torch.jit.trace(module, (x, ids, w))
-    for dtype in (torch.int8, torch.float8_e4m3fn):
-        quantised = qwen(gate_up_proj=nn.Parameter(module.gate_up_proj.detach().to(dtype), requires_grad=False))
-        with pytest.raises(ConfigError, match=f"has weights in {dtype}.*transformers' own"):
-            quantised(x, ids, w)
+    shapes, own = r"ids \[T, K\]", "transformers' own"
+    found: dict[str, Any] = {
+        "1 dim": (lambda: module(x, ids[:, 0], w[:, 0]), InputError, shapes),
+        "func": (lambda: torch.func.grad(lambda x: module(x, ids, w).sum())(x), InputError, r"torch\.func"),
+        "jit": (lambda: torch.jit.trace(module, (x, ids, w)), InputError, r"torch\.jit"),
+    }
+    for count, slots in ((4, 60_000), (4, 6), (6, 4)):
+        found[f"{count} {slots}"] = partial(module, *rows(count, slots)), InputError, shapes
     for name in ("gate_up_proj", "down_proj"):
-        quantised = qwen(**{name: nn.Parameter(Quantised(getattr(module, name).detach()), requires_grad=False)})
-        for run in (quantised, torch.compile(quantised, backend="eager")):
-            with pytest.raises(ConfigError, match=r"has weights in a Quantised of torch\.float32.*transformers' own"):
-                run(x, ids, w)
+        weight = getattr(module, name).detach()
+        for dtype in (torch.int8, torch.float8_e4m3fn) if name == "gate_up_proj" else ():
+            narrow = qwen(**{name: nn.Parameter(weight.to(dtype), requires_grad=False)})
+            found[str(dtype)] = partial(narrow, x, ids, w), ConfigError, f"has weights in {dtype}.*{own}"
+        coded = qwen(**{name: nn.Parameter(Quantised(weight), requires_grad=False)})
+        says = rf"has weights in a Quantised of torch\.float32.*{own}"
+        found[f"coded {name}"] = partial(coded, x, ids, w), ConfigError, says
+        found[f"compiled {name}"] = partial(torch.compile(coded, backend="eager"), x, ids, w), ConfigError, says
+    return found
+
+
+def test_calls_that_are_refused_by_name() -> None:
+    for case, (run, kind, says) in calls(qwen()).items():
+        with pytest.raises(kind, match=says):
+            pytest.fail(f"{case}: {run()}")
 
 
 def test_fp8_experts_of_transformers_run_on_their_codes() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import trimtab
 from helpers.families import build_model, experts_modules
 from helpers.ranks import run_ranks
+from helpers.small_trainers import options, sequences, sft
 from trimtab.autograd import in_backward
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import LoadCallback
@@ -24,7 +24,7 @@ from trimtab.routing.loads import load_metrics, load_scalars
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS, EVERY = 5, 2
+EVERY = 2
 
 
 class Truth(TrainerCallback):
@@ -61,38 +61,11 @@ class Truth(TrainerCallback):
         return found
 
 
-def sequences(count: int = 16) -> Dataset:
-    draw = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, 12, (count,), generator=draw).tolist()
-    return Dataset.from_dict({"input_ids": [torch.randint(2, 64, (n,), generator=draw).tolist() for n in lengths]})
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    words = {f"w{i}": i for i in range(64)}
-    of_words = Tokenizer(WordLevel(words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="w0", eos_token="w1")
-
-
-def options(folder: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "save_strategy": "no",
-        "gradient_accumulation_steps": 2, "learning_rate": 0.05, "logging_steps": 3, "report_to": "none",
-        "use_cpu": True, "disable_tqdm": True, "bf16": False, "seed": 0,
-    } | more  # fmt: skip
-
-
-def sft(folder: Path, recompute: str = "", **more: Any) -> tuple[Any, Truth]:
-    from trl import SFTConfig, SFTTrainer
-
+def run_sft(folder: Path, recompute: str = "", **more: Any) -> tuple[Any, Truth]:
     if recompute:
         more["gradient_checkpointing_kwargs"] = {"use_reentrant": recompute == "reentrant"}
     model = build_model("qwen3_moe")
-    config = SFTConfig(**options(folder, gradient_checkpointing=bool(recompute), **more))
-    data = sequences()
-    trainer = SFTTrainer(model=model, args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
+    trainer = sft(model, options(folder, gradient_checkpointing=bool(recompute), **more))
     truth = Truth(model)
     trainer.add_callback(truth)
     trainer.add_callback(LoadCallback(trainer, every=EVERY))
@@ -110,7 +83,7 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Truth]:
     """TRL's SFT with tensorboard, and evaluations between the steps."""
     folder = tmp_path_factory.mktemp("sft")
-    trainer, truth = sft(folder, report_to=["tensorboard"], eval_strategy="steps", eval_steps=1)
+    trainer, truth = run_sft(folder, report_to=["tensorboard"], eval_strategy="steps", eval_steps=1)
     return folder, trainer, truth
 
 
@@ -144,7 +117,7 @@ def test_tensorboard_has_the_numbers(trained: tuple[Path, Any, Truth]) -> None:
 def test_trackio_has_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    _, truth = sft(tmp_path, report_to=["trackio"], project="loads", run_name="run", trackio_space_id=None)
+    _, truth = run_sft(tmp_path, report_to=["trackio"], project="loads", run_name="run", trackio_space_id=None)
     from trackio.sqlite_storage import SQLiteStorage
 
     logs = SQLiteStorage.get_logs("loads", SQLiteStorage.get_runs("loads")[0])
@@ -155,14 +128,14 @@ def test_trackio_has_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("recompute", ["reentrant", "saved tensors"])
 def test_recomputed_tokens_are_counted_once(recompute: str, tmp_path: Path) -> None:
-    _, truth = sft(tmp_path, recompute)
+    _, truth = run_sft(tmp_path, recompute)
     assert lines(tmp_path) == truth.records()
 
 
 def train_here(folder: str) -> dict[int, Any]:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # unused: there is a group
     model = build_model("qwen3_moe")
-    config = TrainingArguments(**options(Path(folder), ddp_backend="gloo", average_tokens_across_devices=False))
+    config = TrainingArguments(**options(folder, ddp_backend="gloo", average_tokens_across_devices=False))
     rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in sequences()["input_ids"]]
 
     def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
