@@ -18,9 +18,9 @@ from trimtab.checkpoint import save
 from trimtab.convert.layouts import LAYOUTS
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 
-from .model_ranks import begin, full
 from .families import model_class
 from .family_config import EXPERTS, tiny_config
+from .model_ranks import begin, full
 
 Tensors = dict[str, Tensor]
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3")

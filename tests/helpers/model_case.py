@@ -9,7 +9,7 @@ Legend: T tokens of a call, K experts per token, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,9 +220,12 @@ def run(case: Case, model: Any, router: Router, pattern: str, data_rank: int, pa
 
 def balance(case: Case, model: Any, rank: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """Two optimizer steps over the same padded batches under a `LoadBalancer`: all that both show, and the gradients
-    of the second. rank: of the data-parallel ranks; None for one process with the batches of all as one."""
+    of the second. rank: of the data-parallel ranks; None for one process with the batches of all as one, and behind a
+    first pass micro-batches are one as well."""
     by_rank = [batches(case, model, "natural", r) for r in range(case.mesh.data_ranks)]
     whole = [{key: torch.cat([one[key] for one in micro]) for key in micro[0]} for micro in zip(*by_rank, strict=True)]
+    if rank is None and case.first_pass:
+        whole = [{key: torch.cat([batch[key] for batch in whole]) for key in whole[0]}]
     work, shares = (whole, 1) if rank is None else (by_rank[rank], len(by_rank))
     slots = 2 * sum(int(batch["attention_mask"].sum()) for batch in whole)
     targets = sum(int((batch["labels"][:, 1:] >= 0).sum()) for batch in whole)
@@ -235,9 +238,10 @@ def balance(case: Case, model: Any, rank: int | None) -> tuple[dict[str, Tensor]
     for step in range(2):
         model.zero_grad()
         inputs = [{key: value for key, value in batch.items() if key != "labels"} for batch in work]
-        with balancer.first_pass() if case.first_pass else nullcontext():
-            for given in inputs if case.first_pass else []:
-                runner(**given)
+        if case.first_pass and rank is not None:
+            with balancer.first_pass():
+                for given in inputs:
+                    runner(**given)
         for given, batch in zip(inputs, work, strict=True):
             logits, labels = runner(**given).logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
             (F.cross_entropy(logits, labels, reduction="sum") * shares / targets).backward()

@@ -39,24 +39,20 @@ def fill(model: nn.Module, seed: int = 0) -> None:
             parameter.copy_(noise)
 
 
-def adapt(model: Any, **options: Any) -> Any:
+def adapt(model: Any, *, autocast_adapter_dtype: bool = False, **options: Any) -> Any:
     """peft's model around this one, whose modules it replaces; the adapters are noise, in the model's dtype."""
     from peft import get_peft_model
 
-    made = get_peft_model(model, lora(model, **options), autocast_adapter_dtype=False)
+    made = get_peft_model(model, lora(model, **options), autocast_adapter_dtype=autocast_adapter_dtype)
     fill(made)
     return made
 
 
 def adapted(name: str, implementation: str, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
-    """peft's model around the family's, which is its `get_base_model()`."""
-    from peft import get_peft_model
-
+    """As peft makes it around the family's model, which is its `get_base_model()`."""
     model = build_model(name, seed, dtype)
     model.set_experts_implementation(implementation)
-    made = get_peft_model(model, lora(model, **options))
-    fill(made)
-    return made
+    return adapt(model, autocast_adapter_dtype=True, **options)
 
 
 def output_and_gradients(model: Any, seed: int = 0, batch: int = 2, length: int = 12) -> dict[str, Tensor | None]:

@@ -135,7 +135,7 @@ KNOWN_MEGATRON: tuple[Failure, ...] = (
         "allgather-uneven", "allgather, ranks with unequal numbers of tokens",
         "It gathers as if every rank had as many as this one. Here Gloo notices and ends a process; alltoall is right.",
         'layer = moe_layer(moe_token_dispatcher_type="allgather")\nstep(layer, torch.randn(6 - 3 * rank, 1, 16))',
-        (ENDED, ENDED), dispatchers="megatron-allgather", message="died|mismatch|gloo|Gloo|no answer",
+        (ENDED, ENDED), dispatchers="megatron-allgather", message="died|mismatch|gloo|Gloo|no answer|Connection reset",
     ),
     _known(
         "allgather-no-tokens", "allgather, a rank without tokens, the router's line repaired",

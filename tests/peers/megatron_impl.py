@@ -167,28 +167,15 @@ def _group(ranks: list[int]) -> Any:
 
 def _config(t: Topology, sizes: Sizes, dispatcher: str) -> Any:
     return TransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.dim,
-        num_attention_heads=t.tp,
-        num_moe_experts=sizes.num_experts,
-        moe_ffn_hidden_size=sizes.hidden,
-        moe_router_topk=sizes.top_k,
-        moe_router_pre_softmax=True,
+        num_layers=sizes.layers, hidden_size=sizes.dim, num_attention_heads=t.tp, num_moe_experts=sizes.num_experts,
+        moe_ffn_hidden_size=sizes.hidden, moe_router_topk=sizes.top_k, moe_router_pre_softmax=True,
         moe_router_dtype="fp64" if sizes.dtype == torch.float64 else "fp32",
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type=dispatcher,
-        tensor_model_parallel_size=t.tp,
-        sequence_parallel=t.tp > 1,
-        expert_model_parallel_size=t.ep,
-        expert_tensor_parallel_size=t.etp,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        params_dtype=sizes.dtype,
-        bf16=sizes.dtype == torch.bfloat16,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-    )
+        moe_router_load_balancing_type="none", moe_token_dispatcher_type=dispatcher,
+        tensor_model_parallel_size=t.tp, sequence_parallel=t.tp > 1, expert_model_parallel_size=t.ep,
+        expert_tensor_parallel_size=t.etp, add_bias_linear=False, gated_linear_unit=True,
+        activation_func=nn.functional.silu, params_dtype=sizes.dtype, bf16=sizes.dtype == torch.bfloat16,
+        use_cpu_initialization=True, perform_initialization=False,
+    )  # fmt: skip
 
 
 class Layers:

@@ -29,36 +29,33 @@ KINDS = ("afmoe", "deepseek_v3", "ernie4_5_moe", "laguna", "lfm2_moe", "minimax_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", KINDS)
 def test_a_familys_own_bias_is_trained(family: str, dtype: torch.dtype) -> None:
+    """By steps that are counted by hand, one of them without tokens; evaluation moves nothing."""
     model = build_model(family, dtype=dtype).train()
     places = find_routers(model)
-    before = {p.name: getattr(p.bias_in, p.bias).detach().clone().flatten().float() for p in places}
-    balance = LoadBalancer(model, rate=1e-4)
-    seeing = seen(model)
-    batch = sample_batch(model, 2, 12)
-    forward(model, batch)
-    for _ in range(2):
+
+    def biases() -> list[Tensor]:
+        return [getattr(place.bias_in, place.bias) for place in places]
+
+    wanted = [bias.detach().flatten().double() for bias in biases()]
+    balance, seeing, batch = LoadBalancer(model, rate=1e-4), seen(model), sample_batch(model, 2, 12)
+    for tokens in (True, False, True):
+        if tokens:
+            forward(model, batch)
         loads = balance.step()
-    assert not any(load.any() for load in loads.values()), "the second step had no tokens"
-    forward(model, batch)
-    loads = balance.step()
-    for place in places:
-        counts = seeing.last[place.name].ids_TK.flatten().bincount(minlength=place.num_experts)
-        assert torch.equal(loads[place.name], counts)
-        moved = getattr(place.bias_in, place.bias).detach().flatten()
-        assert moved.dtype == torch.float32 or isinstance(getattr(place.bias_in, place.bias), torch.nn.Parameter)
-    model.eval()
-    after = {p.name: getattr(p.bias_in, p.bias).detach().clone() for p in places}
-    forward(model, batch)
+        for place, bias in zip(places, wanted, strict=True):
+            counts = seeing.last[place.name].ids_TK.flatten().bincount(minlength=place.num_experts) * tokens
+            assert torch.equal(loads[place.name], counts)
+            bias += 1e-4 * (counts.double().mean() - counts).sign()
+    for place, bias, true in zip(places, biases(), wanted, strict=True):
+        assert bias.dtype == torch.float32 or isinstance(bias, torch.nn.Parameter), place.name
+        if bias.dtype == torch.float32:  # else steps are lost in what bfloat16 rounds
+            torch.testing.assert_close(bias.detach().flatten().double(), true, rtol=0, atol=2e-6, msg=place.name)
+    after = [bias.detach().clone() for bias in biases()]
+    forward(model.eval(), batch)
     with torch.no_grad():
         forward(model.train(), batch)
     assert not any(load.any() for load in balance.step().values())
-    for place in places:
-        assert torch.equal(getattr(place.bias_in, place.bias), after[place.name])
-        steps = (after[place.name].flatten().float() - before[place.name]) / 1e-4
-        if dtype == torch.float32 or after[place.name].dtype == torch.float32:
-            assert steps.round().abs().max() <= 2
-            torch.testing.assert_close(steps, steps.round(), rtol=0, atol=0.02)
-            assert steps.any()
+    assert all(map(torch.equal, biases(), after))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", "jamba"])
@@ -131,37 +128,6 @@ def test_losses_are_the_familys_own_by_layer(family: str, recompute: str) -> Non
     assert not balance.step()[find_routers(model)[0].name].any()
     balance.remove()
     assert model.router_aux_loss_coef == coefficient
-
-
-def test_behind_a_first_pass_micro_batches_are_one_batch() -> None:
-    """Without it, f of the micro-batches so far: another gradient. Micro-batches differ in size, and padding."""
-    model = build_model("mixtral", dtype=torch.float64).train()
-    model.set_experts_implementation("eager")
-    drawn = [sample_batch(model, n, 12, seed=n, padded=True) for n in (4, 1, 3)]
-    micro = [(batch["input_ids"], batch["attention_mask"]) for batch in drawn]
-    balance = LoadBalancer(model, bias=None, aux_loss=0.3, z_loss=0.02)
-
-    def losses_alone(parts: list[tuple[Tensor, Tensor]], first: bool) -> dict[str, Tensor]:
-        model.zero_grad()
-        balance.micro_batches = len(parts)
-        if first:
-            with balance.first_pass():
-                for ids, mask in parts:
-                    model.eval()(input_ids=ids, attention_mask=mask)
-        for ids, mask in parts:
-            (model.train()(input_ids=ids, attention_mask=mask).logits.sum() * 0).backward()
-        loads = balance.step()
-        tokens = sum(int(mask.sum()) for _, mask in parts)
-        assert all(int(load.sum()) == 2 * tokens for load in loads.values()), "the first pass is not counted"
-        return balance.losses | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    whole = (torch.cat([ids for ids, _ in micro]), torch.cat([mask for _, mask in micro]))
-    wanted, found, so_far = losses_alone([whole], False), losses_alone(micro, True), losses_alone(micro, False)
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
-    for place in find_routers(model):
-        grad = wanted[f"{place.name}.weight"]
-        assert (so_far[f"{place.name}.weight"] - grad).norm() > 0.05 * grad.norm()
 
 
 @pytest.mark.parametrize(("family", "seeds"), [("mixtral", (0,)), ("qwen3_moe", (0, 1))])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,57 +38,42 @@ def no_graph_stays() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """An experts module of a model and the tensors that one forward of the model handed to it."""
-
-    module: nn.Module
-    hidden: Tensor
-    index: Tensor
-    weights: Tensor
+Given = tuple[Tensor, Tensor, Tensor]
+"""Hidden states, ids and weights."""
 
 
-def first_call(name: str, dtype: torch.dtype) -> Call:
+def first_call(name: str, dtype: torch.dtype) -> tuple[Any, Given]:
     """The first call of an experts module in a forward of the family's model."""
     model = build_model(name, 0, dtype)
     model.set_experts_implementation("eager")
-    calls: list[Call] = []
-
-    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
-        hidden, index, weights = (a.detach().clone() for a in args)
-        calls.append(Call(module=module, hidden=hidden, index=index, weights=weights))
-
+    calls: list[Any] = []
     for module in experts_modules(model).values():
-        module.register_forward_pre_hook(record)
+        module.register_forward_pre_hook(lambda m, args: calls.append((m, tuple(a.detach().clone() for a in args))))
     with torch.no_grad():
         forward(model, sample_batch(model, 2, 12))
-    return calls[0]
+    module, given = calls[0]
+    module._forward_pre_hooks.clear()
+    return module, given
 
 
 def replay(
-    call: Call, implementation: str, dtype: torch.dtype | None = None, *, autocast: bool = False
+    experts: Any, given: Given, implementation: str, dtype: torch.dtype | None = None, *, autocast: bool = False
 ) -> dict[str, Tensor]:
     """Output and gradients of the call, by name, under an implementation and perhaps in another dtype."""
-    module = copy.deepcopy(call.module)
-    module._forward_pre_hooks.clear()
-    module.config = copy.deepcopy(call.module.config)  # type: ignore[assignment]
-    module.config._experts_implementation = implementation
-    hidden, weights = call.hidden.clone(), call.weights.clone()
+    module = copy.deepcopy(experts)
     if dtype is not None:
-        module, hidden, weights = module.to(dtype), hidden.to(dtype), weights.to(dtype)
-    hidden.requires_grad_()
-    weights.requires_grad_()
+        module.to(dtype)
+    module.config = copy.deepcopy(experts.config)
+    module.config._experts_implementation = implementation
+    hidden, index, weights = given
+    leaves = [t.to(dtype or t.dtype, copy=True).requires_grad_() for t in (hidden, weights)]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = module(hidden, call.index.clone(), weights)
+        output = module(leaves[0], index.clone(), leaves[1])
     generator = torch.Generator().manual_seed(7)
     output.backward(torch.randn(output.shape, generator=generator, dtype=torch.float32).bfloat16().to(output))
-    assert hidden.grad is not None
-    assert weights.grad is not None
-    values = {"output": output.detach(), "hidden.grad": hidden.grad, "weights.grad": weights.grad}
-    for key, parameter in module.named_parameters():
-        assert parameter.grad is not None, key
-        values[key] = parameter.grad
-    return values
+    values = dict(zip(("hidden.grad", "weights.grad"), leaves, strict=True)) | dict(module.named_parameters())
+    assert all(value.grad is not None for value in values.values())
+    return {"output": output.detach()} | {key: value.grad for key, value in values.items()}
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -97,10 +81,10 @@ def replay(
 def test_bfloat16_rounds_no_worse_than_the_loop(name: str, autocast: bool) -> None:
     """Of a bfloat16 module, and of a float32 one under autocast."""
     call = first_call(name, torch.float32 if autocast else torch.bfloat16)
-    exact = replay(call, "eager", torch.float64)
-    loop, ours = (replay(call, implementation, autocast=autocast) for implementation in ("eager", IMPL))
+    exact = replay(*call, "eager", torch.float64)
+    loop, ours = (replay(*call, implementation, autocast=autocast) for implementation in ("eager", IMPL))
     if autocast:
-        assert not torch.equal(ours["output"], replay(call, IMPL)["output"]), "it is not float32 that was multiplied"
+        assert not torch.equal(ours["output"], replay(*call, IMPL)["output"]), "it is not float32 that was multiplied"
     for key, value in exact.items():
         assert ours[key].dtype == loop[key].dtype, key
         assert ours[key].dtype == torch.float32 or not autocast, key
@@ -112,23 +96,17 @@ def test_bfloat16_rounds_no_worse_than_the_loop(name: str, autocast: bool) -> No
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slot_without_a_local_expert_is_dropped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What expert parallelism marks as not here costs nothing and says nothing, whatever its weight is."""
-    call = first_call(name, torch.float32)
-    num_experts = int(call.module.num_experts)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(3)
-    dropped = torch.rand(call.index.shape, generator=generator) < 0.4
+    module, (hidden, index, weights) = first_call(name, torch.float32)
+    num_experts, generator = int(module.num_experts), torch.Generator().manual_seed(3)
+    dropped = torch.rand(index.shape, generator=generator) < 0.4
     dropped[0] = True  # a token all of whose experts are elsewhere
     outside = torch.tensor([-1, num_experts, num_experts + 5])[torch.randint(3, dropped.shape, generator=generator)]
-    marked = replace(
-        call,
-        index=torch.where(dropped, outside, call.index),
-        weights=call.weights.masked_fill(dropped, 0.75),
-    )
-    silent = replace(call, weights=call.weights.masked_fill(dropped, 0.0))
-    wanted = replay(silent, "eager", torch.float64)
+    marked = (hidden, torch.where(dropped, outside, index), weights.masked_fill(dropped, 0.75))
+    wanted = replay(module, (hidden, index, weights.masked_fill(dropped, 0.0)), "eager", torch.float64)
     with pytest.raises(InputError, match=rf"{dropped.sum()} slot\(s\) have an id outside 0..{num_experts - 1}"):
-        replay(marked, IMPL, torch.float64)
-    monkeypatch.setattr(call.module, "_is_expert_parallel", True)
-    ours = replay(marked, IMPL, torch.float64)
+        replay(module, marked, IMPL, torch.float64)
+    monkeypatch.setattr(module, "_is_expert_parallel", True)
+    ours = replay(module, marked, IMPL, torch.float64)
     wanted["weights.grad"] = wanted["weights.grad"].masked_fill(dropped, 0.0)
     relative = FLOAT32_INSIDE.get(name, 1e-10)
     for key, value in wanted.items():
@@ -156,27 +134,6 @@ def rows(count: int = 6, ids: int | None = None) -> tuple[Tensor, Tensor, Tensor
     slots = count if ids is None else ids
     torch.manual_seed(1)
     return torch.randn(count, 16), torch.randint(0, 4, (slots, 2)), torch.rand(slots, 2)
-
-
-class SiLU(nn.Module):
-    """Not torch's, but for its name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * torch.nn.functional.silu(x)
-
-
-def test_an_activation_of_the_same_name_and_hooks_are_what_runs() -> None:
-    x, ids, w = rows()
-    given = x.double(), ids, w.double()
-    plain = qwen().double()(*given)
-    torch.testing.assert_close(qwen(act_fn=SiLU()).double()(*given), 2 * plain)
-    module, seen = qwen().double(), []
-    module.act_fn.register_forward_hook(lambda _m, _a, y: seen.append(y.shape) or 3 * y)
-    torch.testing.assert_close(module(*given), 3 * plain)
-    assert sum(shape[0] for shape in seen) == 12
-    module = qwen().double()
-    module._apply_gate = lambda x: 3 * torch.nn.functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
-    torch.testing.assert_close(module(*given), 3 * plain)
 
 
 def test_parameters_that_others_take_the_place_of_are_those_that_are_trained() -> None:

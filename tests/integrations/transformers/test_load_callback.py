@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import trimtab
 from helpers.families import build_model, experts_modules
 from helpers.ranks import run_ranks
-from helpers.small_trainers import options, sequences, sft
+from helpers.small_trainers import options, sft
 from trimtab.autograd import in_backward
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import LoadCallback
@@ -61,11 +60,10 @@ class Truth(TrainerCallback):
         return found
 
 
-def run_sft(folder: Path, recompute: str = "", **more: Any) -> tuple[Any, Truth]:
-    if recompute:
-        more["gradient_checkpointing_kwargs"] = {"use_reentrant": recompute == "reentrant"}
+def run_sft(folder: Path, **more: Any) -> tuple[Any, Truth]:
+    """With recomputation, whose tokens count once."""
     model = build_model("qwen3_moe")
-    trainer = sft(model, options(folder, gradient_checkpointing=bool(recompute), **more))
+    trainer = sft(model, options(folder, gradient_checkpointing=True, **more))
     truth = Truth(model)
     trainer.add_callback(truth)
     trainer.add_callback(LoadCallback(trainer, every=EVERY))
@@ -79,78 +77,33 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
     return {record["step"]: record["layers"] for record in records}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Truth]:
-    """TRL's SFT with tensorboard, and evaluations between the steps."""
-    folder = tmp_path_factory.mktemp("sft")
-    trainer, truth = run_sft(folder, report_to=["tensorboard"], eval_strategy="steps", eval_steps=1)
-    return folder, trainer, truth
+def test_file_picture_history_and_tensorboard_have_the_numbers(tmp_path: Path) -> None:
+    """Of TRL's SFT with evaluations between the steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-
-def test_file_picture_and_history(trained: tuple[Path, Any, Truth]) -> None:
-    folder, trainer, truth = trained
+    trainer, truth = run_sft(tmp_path, report_to=["tensorboard"], eval_strategy="steps", eval_steps=1)
     wanted = truth.records()
     assert list(wanted) == [2, 4, 5]
-    assert lines(folder) == wanted
-    assert (folder / "load.png").read_bytes().startswith(b"\x89PNG")
+    assert lines(tmp_path) == wanted
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
     history = [entry for entry in trainer.state.log_history if "loads/max_vio" in entry]
     assert history == [{**load_scalars(layers), "step": step} for step, layers in wanted.items()]
     mine = [entry for entry in trainer.state.log_history if "mean_token_accuracy" in entry]
     assert [entry["step"] for entry in mine] == [3], "TRL's own means are of its own logging steps"
     hooks = [hook for module in trainer.model.modules() for hook in module._forward_hooks.values()]
     assert "ModelPorts" not in str(hooks)
-
-
-def test_tensorboard_has_the_numbers(trained: tuple[Path, Any, Truth]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder, _, truth = trained
-    (file,) = folder.rglob("events.out.tfevents*")
+    (file,) = tmp_path.rglob("events.out.tfevents*")
     events = EventAccumulator(str(file)).Reload()
-    for step, layers in truth.records().items():
+    for step, layers in wanted.items():
         for key, value in load_scalars(layers).items():
             (found,) = [event.value for event in events.Scalars(f"train/{key}") if event.step == step]
             assert found == pytest.approx(value, rel=1e-6), key
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("trackio"), reason="trackio is not installed")
-def test_trackio_has_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    _, truth = run_sft(tmp_path, report_to=["trackio"], project="loads", run_name="run", trackio_space_id=None)
-    from trackio.sqlite_storage import SQLiteStorage
-
-    logs = SQLiteStorage.get_logs("loads", SQLiteStorage.get_runs("loads")[0])
-    for step, layers in truth.records().items():
-        (found,) = [log for log in logs if "train/loads/max_vio" in log and log["train/global_step"] == step]
-        assert {key: found[f"train/{key}"] for key in load_scalars(layers)} == pytest.approx(load_scalars(layers))
-
-
-@pytest.mark.parametrize("recompute", ["reentrant", "saved tensors"])
-def test_recomputed_tokens_are_counted_once(recompute: str, tmp_path: Path) -> None:
-    _, truth = run_sft(tmp_path, recompute)
-    assert lines(tmp_path) == truth.records()
-
-
 def train_here(folder: str) -> dict[int, Any]:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # unused: there is a group
-    model = build_model("qwen3_moe")
-    config = TrainingArguments(**options(folder, ddp_backend="gloo", average_tokens_across_devices=False))
-    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in sequences()["input_ids"]]
-
-    def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-        longest = max(len(row["input_ids"]) for row in batch)
-        return {key: torch.tensor([row[key] + [0] * (longest - len(row[key])) for row in batch]) for key in batch[0]}
-
-    trainer = Trainer(model=model, args=config, train_dataset=rows, data_collator=padded)
-    truth = Truth(model)
-    trainer.add_callback(truth)
-    trainer.add_callback(LoadCallback(trainer, every=EVERY))
-    trainer.train()
-    return {
-        step: {name: record["tokens_per_expert"] for name, record in layers.items()}
-        for step, layers in truth.records().items()
-    }
+    _, truth = run_sft(Path(folder), ddp_backend="gloo", average_tokens_across_devices=False)
+    return truth.records()
 
 
 @pytest.mark.xdist_group("ranks")
@@ -159,8 +112,8 @@ def test_two_ranks_are_summed(tmp_path: Path) -> None:
     assert one != two
     for step, layers in lines(tmp_path).items():
         for name, record in layers.items():
-            sums = [a + b for a, b in zip(one[step][name], two[step][name], strict=True)]
-            assert record == load_metrics(sums)
+            own = (rank[step][name]["tokens_per_expert"] for rank in (one, two))
+            assert record == load_metrics([a + b for a, b in zip(*own, strict=True)])
 
 
 class OwnLayers(nn.Module):

@@ -16,7 +16,7 @@ from torch import Tensor
 from helpers.families import build_model, forward, sample_batch
 from helpers.model_case import Case, Mesh
 from helpers.model_ranks import REPLICATED, begin, full, load
-from helpers.peft_case import fill, lora
+from helpers.peft_case import adapt, fill, lora
 from helpers.ranks import run_ranks
 from trimtab.integrations.transformers.replicated_params import average_replicated
 from trimtab.routing.loads import load_scalars
@@ -24,14 +24,6 @@ from trimtab.routing.loads import load_scalars
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 
 TWO = Case(family="qwen3_moe", mesh=Mesh(ep=2, fsdp=2), dtype=torch.float64)
-
-
-def adapted(base: Any, **options: Any) -> Any:
-    from peft import get_peft_model
-
-    model = get_peft_model(base, lora(base, **options), autocast_adapter_dtype=False)
-    fill(model)
-    return model
 
 
 def adapters_of(model: Any) -> dict[str, Tensor]:
@@ -45,7 +37,7 @@ def run_trainer(base: Any, folder: str, accumulate: int, average: bool) -> tuple
 
     from trimtab.integrations.transformers import LoadCallback
 
-    model = adapted(base, target_modules=["q_proj"])
+    model = adapt(base, target_modules=["q_proj"])
     if average:
         average_replicated(model)
     draw = torch.Generator().manual_seed(1)
@@ -114,7 +106,7 @@ def train_save_and_resume(folder: str) -> dict[str, Tensor]:
     from peft import PeftModel
 
     begin()
-    model = adapted(load(TWO, folder))
+    model = adapt(load(TWO, folder))
     average_replicated(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     step(model, optimizer, 0)
@@ -158,7 +150,7 @@ def merge_several(case: Case, folder: str) -> dict[str, Tensor]:
     begin()
     base = load(case, folder)
     two = lora(base, r=2)  # before peft's wrappers have other names
-    model = adapted(base)
+    model = adapt(base)
     model.add_adapter("two", two, autocast_adapter_dtype=False)
     fill(model)
     model.set_adapter("two")
