@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.table import as_markdown
 from benchmarks.workloads import WORKLOADS, draw
 from trimtab.dispatch.options import ReplicationConfig
-from trimtab.dispatch.replication.plan import physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
 from trimtab.errors import ConfigError
 
 LINKS = {"Gloo, AMX": (1e12, 2e9), "NVLink": (600e12, 450e9), "InfiniBand": (600e12, 50e9)}

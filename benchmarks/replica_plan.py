@@ -17,7 +17,7 @@ import torch
 from benchmarks.table import as_markdown
 from benchmarks.workloads import draw
 from trimtab.dispatch.options import ReplicationConfig
-from trimtab.dispatch.replication.plan import physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
 
 SIZES = ((2, 8), (8, 64), (8, 128), (64, 64), (64, 256), (256, 512))
 """P, E."""

@@ -55,7 +55,7 @@ def options_table() -> str:
 PUBLIC = {
     "trimtab": list(trimtab.__all__),
     "trimtab.integrations.transformers": ["register"],
-    "trimtab.checkpoint": list(importlib.import_module("trimtab.checkpoint")._HOMES),
+    "trimtab.checkpoint": list(importlib.import_module("trimtab.checkpoint").__all__),
     "trimtab.experts.recipes": list(importlib.import_module("trimtab.experts.recipes").__all__),
 }
 

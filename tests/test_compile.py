@@ -18,15 +18,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from helpers.compile_case import any_count, assert_same, compiled, inputs
 from helpers.layer_case import BOUNDS, E, K, assert_true, build, loss_of, results
-from trimtab.decisions import record, replay
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
 from trimtab.experts.recipes import FP8Current
+from trimtab.integrations.transformers.routers.observe import record, replay
 from trimtab.kernels.choose import KernelChoice, get_backend
 from trimtab.moe import MoE
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.balance import set_totals
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.router import Router
 

@@ -32,7 +32,7 @@ from trimtab.experts.shared import SharedExperts
 from trimtab.moe import MoEConfig
 from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.scores import SCORES
 
 

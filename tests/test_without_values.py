@@ -24,7 +24,7 @@ from trimtab.errors import InputError
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes import MXFP8
-from trimtab.kernels.grouped_mm import GroupedMMBackend
+from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.moe import MoE
 from trimtab.routing.recompute import replay_in_recompute
 

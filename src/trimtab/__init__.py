@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trimtab.decisions import observing as observing
-    from trimtab.decisions import record as record
-    from trimtab.decisions import replay as replay
-    from trimtab.decisions import rollout_decisions as rollout_decisions
     from trimtab.dispatch.all_gather import AllGather as AllGather
     from trimtab.dispatch.all_to_all import AllToAll as AllToAll
-    from trimtab.dispatch.dispatcher import Dispatched as Dispatched
     from trimtab.dispatch.dispatcher import Dispatcher as Dispatcher
+    from trimtab.dispatch.route import Dispatched as Dispatched
     from trimtab.dispatch.shared_memory import SharedMemory as SharedMemory
     from trimtab.dispatch.transports import Auto as Auto
     from trimtab.errors import DesyncError as DesyncError
     from trimtab.errors import PeerLost as PeerLost
     from trimtab.errors import PhaseTimeout as PhaseTimeout
     from trimtab.experts.linear import GroupedLinear as GroupedLinear
-    from trimtab.experts.lora_model import add_adapter as add_adapter
-    from trimtab.experts.lora_model import merge_adapter as merge_adapter
-    from trimtab.experts.lora_model import set_adapter as set_adapter
+    from trimtab.experts.lora import add_adapter as add_adapter
+    from trimtab.experts.lora import merge_adapter as merge_adapter
+    from trimtab.experts.lora import set_adapter as set_adapter
     from trimtab.experts.module import ExpertMLP as ExpertMLP
     from trimtab.guard.guard import Guard as Guard
     from trimtab.integrations import megatron as megatron
     from trimtab.integrations import torchtitan as torchtitan
     from trimtab.integrations import transformer_engine as transformer_engine
     from trimtab.integrations import transformers as transformers
+    from trimtab.integrations.transformers.routers.observe import observing as observing
+    from trimtab.integrations.transformers.routers.observe import record as record
+    from trimtab.integrations.transformers.routers.observe import replay as replay
+    from trimtab.integrations.transformers.routers.observe import rollout_decisions as rollout_decisions
     from trimtab.integrations.transformers.summary import summary as summary
     from trimtab.moe import MoE as MoE
     from trimtab.moe import MoEConfig as MoEConfig
@@ -56,57 +56,5 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_HOMES = {
-    "AllGather": "trimtab.dispatch.all_gather",
-    "AllToAll": "trimtab.dispatch.all_to_all",
-    "Auto": "trimtab.dispatch.transports",
-    "Decisions": "trimtab.routing.replay",
-    "DesyncError": "trimtab.errors",
-    "Dispatched": "trimtab.dispatch.dispatcher",
-    "Dispatcher": "trimtab.dispatch.dispatcher",
-    "ExpertMLP": "trimtab.experts.module",
-    "ExpertParallel": "trimtab.parallel.expert_parallel",
-    "GroupedLinear": "trimtab.experts.linear",
-    "Guard": "trimtab.guard.guard",
-    "LossGroups": "trimtab.routing.losses",
-    "MoE": "trimtab.moe",
-    "MoEConfig": "trimtab.moe",
-    "MoEOutput": "trimtab.moe",
-    "PeerLost": "trimtab.errors",
-    "PhaseTimeout": "trimtab.errors",
-    "Router": "trimtab.routing.router",
-    "RouterConfig": "trimtab.routing.config",
-    "SharedMemory": "trimtab.dispatch.shared_memory",
-    "add_adapter": "trimtab.experts.lora_model",
-    "check_replicated": "trimtab.parallel.check_replicated",
-    "clip_grad_norm_": "trimtab.parallel.grad_norm",
-    "ddp": "trimtab.parallel.ddp",
-    "fully_shard_moe": "trimtab.parallel.fsdp",
-    "join_data_parallel": "trimtab.parallel.moe",
-    "max_vio": "trimtab.routing.balance",
-    "merge_adapter": "trimtab.experts.lora_model",
-    "observing": "trimtab.decisions",
-    "parallelize": "trimtab.parallel.expert_parallel",
-    "record": "trimtab.decisions",
-    "reduce_main_grads": "trimtab.parallel.ddp",
-    "replay": "trimtab.decisions",
-    "replay_in_recompute": "trimtab.routing.recompute",
-    "rollout_decisions": "trimtab.decisions",
-    "set_adapter": "trimtab.experts.lora_model",
-    "set_totals": "trimtab.routing.balance",
-    "summary": "trimtab.integrations.transformers.summary",
-    "update_bias": "trimtab.routing.balance",
-}
-
-_MODULES = {
-    "megatron": "trimtab.integrations.megatron",
-    "torchtitan": "trimtab.integrations.torchtitan",
-    "transformer_engine": "trimtab.integrations.transformer_engine",
-    "transformers": "trimtab.integrations.transformers",
-}
-"""Attributes of the package that are modules."""
-
-__all__ = list(_HOMES)
-
 if not TYPE_CHECKING:  # or a type checker would let any name pass
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES, _MODULES)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

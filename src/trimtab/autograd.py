@@ -22,7 +22,7 @@ _TWICE = "trimtab's backward is once_differentiable and cannot be differentiated
 
 def computed_in(param: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
     """The dtype of products with a parameter: autocast's where it is at work, but for float64; else its own, or the
-    `dtype` that its codes stand for."""
+    `dtype` that it stands for."""
     kind, own = param.device.type, dtype or param.dtype
     return torch.get_autocast_dtype(kind) if _at_work(kind) and own is not torch.float64 else own
 
@@ -123,10 +123,9 @@ class _Unpacked:
         return getattr(self._ctx, name)
 
 
-def eager_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable` for a function whose forward is in no graph of `torch.compile`: compiled autograd, which
-    traces every backward, leaves this one out."""
-    return once_differentiable(backward, traced=False)
+eager_backward = functools.partial(once_differentiable, traced=False)
+"""For a function whose forward is in no graph of `torch.compile`: compiled autograd, which traces every backward,
+leaves this one out."""
 
 
 def in_backward() -> bool:
@@ -197,43 +196,27 @@ def refuse_transforms(who: str, layer: str = "") -> None:
 
 class _Shaped(Function):
     """Reshape that autograd treats as a new tensor but that shares the version counter, so that in-place edits are
-    detected."""
+    detected. The mask is no saved tensor: a rank without one saves nothing here either, so that a checkpoint that runs
+    a layer again begins and ends at the same place, among the exchanges, on both."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, shape: torch.Size) -> Tensor:
-        ctx.shape = rows.shape
-        return rows.view(shape).detach()
-
-    @staticmethod
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return d.reshape(ctx.shape), None
-
-
-def detached_reshape(rows: Tensor, shape: torch.Size) -> Tensor:
-    """Reshape `rows` to what is no view of them: FSDP2's hooks on a layer's result are lost from a view that is changed
-    in place, as by a residual `y += x`."""
-    if rows.shape == shape:
-        return rows
-    shaped: Tensor = forward_of(_Shaped, rows, shape)
-    return shaped
-
-
-class _Zeroed(Function):
-    """The mask is no saved tensor: a rank without one saves nothing here either, so that a checkpoint that runs a layer
-    again begins and ends at the same place, among the exchanges, on both."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_TD: Tensor, mask_T: Tensor) -> Tensor:
-        ctx.masked_T1 = ~mask_T[:, None]
-        return rows_TD.masked_fill(ctx.masked_T1, 0)
+    def forward(ctx: Any, rows_TD: Tensor, shape: torch.Size, mask_T: Tensor | None) -> Tensor:
+        ctx.shape, ctx.masked_T1 = rows_TD.shape, None if mask_T is None else ~mask_T[:, None]
+        rows_TD = rows_TD if mask_T is None else rows_TD.masked_fill(ctx.masked_T1, 0)
+        return rows_TD.view(shape).detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_TD: Tensor) -> tuple[Tensor, None]:
-        return d_TD.masked_fill(ctx.masked_T1, 0), None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        d_TD = d.reshape(ctx.shape)
+        return d_TD if ctx.masked_T1 is None else d_TD.masked_fill(ctx.masked_T1, 0), None, None
 
 
-def zeroed(rows_TD: Tensor, mask_T: Tensor) -> Tensor:
-    """`rows_TD` with zeros where the mask is False, in the gradient as well, which may be NaN there."""
-    zeroed_TD: Tensor = forward_of(_Zeroed, rows_TD, mask_T)
-    return zeroed_TD
+def detached_reshape(rows_TD: Tensor, shape: torch.Size, mask_T: Tensor | None = None) -> Tensor:
+    """Reshape rows to what is no view of them: FSDP2's hooks on a layer's result are lost from a view that is changed
+    in place, as by a residual `y += x`. With a mask zeros where it is False, in the gradient as well, which may be NaN
+    there."""
+    if rows_TD.shape == shape and mask_T is None:
+        return rows_TD
+    shaped: Tensor = forward_of(_Shaped, rows_TD, shape, mask_T)
+    return shaped

@@ -48,11 +48,6 @@ class SequenceLayout:
         """`length` positions over `ranks`, sizes differing by at most one."""
         return cls(batch=batch, cuts=shard_cuts(length, ranks))
 
-    @classmethod
-    def from_lengths(cls, batch: int, lengths: Sequence[int]) -> SequenceLayout:
-        """Shards of any sizes, given per rank."""
-        return cls(batch=batch, cuts=(0, *accumulate(lengths)))
-
     @property
     def ranks(self) -> int:
         return len(self.cuts) - 1
@@ -68,13 +63,6 @@ class SequenceLayout:
     def tokens(self, rank: int) -> int:
         """Tokens on `rank`: batch times its positions."""
         return self.batch * self.shard_length(rank)
-
-    def to_global(self, rank: int, local: int) -> int:
-        """Flat index b * L + l of the local token `local` of `rank`."""
-        if not 0 <= local < self.tokens(rank):
-            raise InputError(f"local token {local} is not in 0..{self.tokens(rank) - 1}", rank=rank)
-        sequence, position = divmod(local, self.shard_length(rank))
-        return sequence * self.length + self.cuts[rank] + position
 
 
 def experts_per_rank(num_experts: int, ranks: int) -> int:

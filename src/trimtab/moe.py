@@ -8,12 +8,12 @@ Legend: T tokens of this rank, D model dim, K experts per token, E experts, F ex
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trimtab.autograd import autocast_at_work, detached_reshape, narrowed, refuse_transforms, zeroed
+from trimtab.autograd import autocast_at_work, detached_reshape, narrowed, refuse_transforms
 from trimtab.dispatch.checks import shape_problems
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import NO_FACTS, Facts
@@ -57,26 +57,6 @@ class _Own(NamedTuple):
     ids_TK: Tensor | None
     shape: torch.Size
     batch: int
-
-
-class Tokens(Protocol):
-    """The tokens of the input that this rank routes."""
-
-    def take(self, t: Tensor) -> Tensor:
-        """[*lead, any] -> this rank's [*lead', any]. Called for x [*lead, D], mask [*lead, 1] and ids [*lead, K]."""
-
-    def join(self, y: Tensor, like: Tensor) -> Tensor:
-        """This rank's [*lead', D] -> the output of all tokens, in the shape of the input `like` [*lead, D]."""
-
-
-class AllTokens:
-    """All of them: the input is this rank's share."""
-
-    def take(self, t: Tensor) -> Tensor:
-        return t
-
-    def join(self, y: Tensor, like: Tensor) -> Tensor:
-        return y
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +119,14 @@ class MoEConfig:
 class MoE(nn.Module):
     """The layer that `MoEConfig` describes.
 
-    `dispatcher` and `tokens` say where the experts and the tokens are; `trimtab.parallel` replaces them. `router` may
-    be replaced by a module with the `forward` and `losses` of `Router`.
+    `dispatcher` says where the experts are, and `_share` and `_whole` where the tokens: `trimtab.parallel` replaces
+    them. `router` may be replaced by a module with the `forward` and `losses` of `Router`.
 
     `torch.compile` takes it as one graph, forward and backward, where the experts are all on this rank, and
     `torch.export` the same layers for any number of tokens from two on; a process that loads what was exported imports
-    `trimtab.export_ops` first. Graphs break around an exchange between ranks, and around what has state that a graph
-    does not see: `main_grad`, `delay_wgrad`, a recipe, kernels of one's own, a generator for jitter.
+    `trimtab.moe` first (`trimtab.experts.linear` for a `GroupedLinear`), for its operators. Graphs break around an
+    exchange between ranks, and around what has state that a graph does not see: `main_grad`, `delay_wgrad`, a recipe,
+    kernels of one's own, a generator for jitter.
 
     Under activation checkpointing hand in `context_fn=trimtab.replay_in_recompute`.
     """
@@ -164,7 +145,6 @@ class MoE(nn.Module):
         )  # fmt: skip
         self.fingerprint = _fingerprint(config)
         self.dispatcher = Dispatcher(c.router.num_experts, combine=c.combine, layer=layer, fingerprint=self.fingerprint)
-        self.tokens: Tokens = AllTokens()
         self.to_latent = None if c.latent_dim is None else Projection(c.dim, width, **made)
         self.from_latent = None if c.latent_dim is None else Projection(width, c.dim, **made)
         self.shared = None if not c.shared_hidden else SharedExperts(
@@ -206,20 +186,27 @@ class MoE(nn.Module):
     def _take(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> _Own:
         """Check a call's arguments, and take what this rank routes of them."""
         self._check(x, mask, ids)
-        mine = self.tokens.take(x)
+        mine = self._share(x)
         x_TD, mask_T, ids_TK = mine.flatten(0, -2), None, None
         if ids is not None:
-            ids_TK = self.tokens.take(ids).flatten(0, -2)
+            ids_TK = self._share(ids).flatten(0, -2)
         if mask is not None:
-            mask_T = self.tokens.take(mask[..., None]).flatten()
+            mask_T = self._share(mask[..., None]).flatten()
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
         return _Own(x_TD, mask_T, ids_TK, mine.shape, mine.shape[0] if mine.dim() > 2 else 1)
 
     def _join(self, y_TD: Tensor, own: _Own, x: Tensor) -> Tensor:
         """The output of all tokens, like x; zeros where the mask is False."""
-        if own.mask_T is not None:
-            y_TD = zeroed(y_TD, own.mask_T)
-        return self.tokens.join(detached_reshape(y_TD, own.shape), x).to(x.dtype)
+        return self._whole(detached_reshape(y_TD, own.shape, own.mask_T), x).to(x.dtype)
+
+    def _share(self, t: Tensor) -> Tensor:
+        """The tokens of the input that this rank routes, [*lead, any] -> [*lead', any]: of x [*lead, D], mask
+        [*lead, 1] and ids [*lead, K]."""
+        return t
+
+    def _whole(self, y: Tensor, like: Tensor) -> Tensor:
+        """This rank's [*lead', D] -> the output of all tokens, in the shape of the input `like` [*lead, D]."""
+        return y
 
     def _sent(self, x_TD: Tensor) -> Tensor:
         """The tokens for the experts, in the dtype that ours will multiply them in."""

@@ -40,7 +40,7 @@ def is_finite(value: Any) -> bool:
 
 
 def holds_values(dtype: Any) -> bool:
-    """True for a dtype of numbers that are computed with: floating, and none of 8 bits, which hold codes."""
+    """True for a dtype of numbers that are computed with: floating, of more than 8 bits."""
     return isinstance(dtype, torch.dtype) and dtype in DTYPES
 
 

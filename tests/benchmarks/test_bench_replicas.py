@@ -8,7 +8,7 @@ import torch
 from benchmarks.replica_model import BOUND, LINKS, MODELS, Traffic, cells, traffic
 from benchmarks.workloads import WORKLOADS, draw
 from trimtab.dispatch.options import ReplicationConfig
-from trimtab.dispatch.replication.plan import replica_plan
+from trimtab.dispatch.replica_plan import replica_plan
 
 
 def test_traffic_of_a_hand_counted_batch() -> None:

@@ -15,7 +15,7 @@ from helpers.families import build_model, family_names
 from trimtab.checkpoint import load, read_tensors, save
 from trimtab.checkpoint.folder import read_index
 from trimtab.convert.convert import convert
-from trimtab.convert.safetensors_files import SafetensorsFolder
+from trimtab.convert.files import SafetensorsFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

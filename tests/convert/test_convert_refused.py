@@ -332,7 +332,7 @@ def test_a_disk_that_lies(saved: Path, tmp_path: Path, monkeypatch: pytest.Monke
             "checkpoint.tensors.dcp_save",
             CheckpointException("", {0: (RuntimeError("pos 7 vs 5"), StackSummary())}),
         ),
-        ("safetensors", "convert.safetensors_files.save_file", SafetensorError("pos 7 vs 5")),
+        ("safetensors", "convert.files.save_file", SafetensorError("pos 7 vs 5")),
     ],
 )
 def test_a_disk_without_room_is_named(

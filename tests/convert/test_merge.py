@@ -18,7 +18,7 @@ from helpers.families import build_model, family_names
 from helpers.peft_case import fill, lora
 from trimtab.checkpoint import save
 from trimtab.cli.main import main
-from trimtab.convert.convert import Merged, merge
+from trimtab.convert.merge import Merged, merge, read_adapter
 from trimtab.errors import ConfigError, InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -124,8 +124,6 @@ def test_what_is_not_whole_or_not_lora_is_refused(change: Any, says: str, tmp_pa
 def test_files_of_peft_before_0_19(tmp_path: Path) -> None:
     """It took the second dimension for the input: A is [E * r, out] and B [in, r * E]; where the weight is square its
     version tells."""
-    from trimtab.convert.adapter_files import read_adapter
-
     for hidden, known in ((16, True), (32, True), (32, False)):  # down_proj [8, 32, hidden]
         folder = tmp_path / f"{hidden}{known}"
         folder.mkdir()

@@ -19,6 +19,7 @@ from helpers.ranks import run_ranks
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.exchange import count_message
 from trimtab.dispatch.facts import (
     BAD,
     COLUMNS,
@@ -33,7 +34,6 @@ from trimtab.dispatch.facts import (
     LineTokens,
     compare,
 )
-from trimtab.dispatch.handshake import count_message
 from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transport import Handshake
 from trimtab.errors import DesyncError, InputError, TrimtabError

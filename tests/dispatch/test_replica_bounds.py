@@ -20,8 +20,8 @@ from helpers.weights import expert_weights
 from trimtab import ExpertMLP, oracle
 from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.plan import plan_ranks, sort_by_rank
-from trimtab.dispatch.replication.plan import physical_ids, replica_plan, slot_shares
-from trimtab.dispatch.replication.route import experts_to_send
+from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replica_route import experts_to_send
 from trimtab.errors import ConfigError
 
 P, E, T, K, D, F = 4, 8, 24, 3, 8, 16

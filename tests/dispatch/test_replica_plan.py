@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fuzz.replication import KINDS, check_plan, plan_case
 from helpers.replica_plan_loops import alias_table, candidates, surplus_to_room
 from trimtab.dispatch.options import ReplicationConfig
-from trimtab.dispatch.replication.plan import physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
 from trimtab.errors import ConfigError
 
 AUTO = ReplicationConfig(copy_cost=20)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from helpers.cases import PATTERNS, case
 from helpers.ranks import run_ranks
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.options import COMBINE_MODES, ReplicationConfig
-from trimtab.dispatch.replication.route import ReplicaRoute
+from trimtab.dispatch.replica_route import ReplicaRoute
+from trimtab.dispatch.route import Dispatched
 from trimtab.dispatch.transports import TRANSPORTS
 
 E, K, D = 8, 3, 16

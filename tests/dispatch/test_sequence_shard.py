@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,12 +19,13 @@ LAYOUTS = [(b, length) for b in (0, 1, 3) for length in (0, 1, 3, 8, 17)]
 def shards_on_rank() -> None:
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     layouts = [SequenceLayout.even(b, length, ranks) for b, length in LAYOUTS]
-    layouts += [SequenceLayout.from_lengths(2, [(7 * r + 3) % 5 for r in range(ranks)])]
+    layouts += [SequenceLayout(batch=2, cuts=(0, *accumulate((7 * r + 3) % 5 for r in range(ranks))))]
     for layout in layouts:
         tokens = layout.batch * layout.length
         full = torch.arange(tokens * 2, dtype=torch.float64).view(tokens, 2).requires_grad_()
         mine = shard(full, layout, group)
-        places = [[layout.to_global(r, i) for i in range(layout.tokens(r))] for r in range(ranks)]
+        all_BL = torch.arange(tokens).view(layout.batch, layout.length)
+        places = [all_BL[:, a:b].flatten().tolist() for a, b in pairwise(layout.cuts)]
         expected = places[rank]
         assert mine.shape == (len(expected), 2)
         assert (mine[:, 0] / 2).tolist() == expected, "wrong rows"

@@ -29,11 +29,11 @@ from trimtab.dispatch import shared_memory
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.options import CombineMode
-from trimtab.dispatch.shared_memory import SharedMemory
+from trimtab.dispatch.shared_memory import SharedMemory, wait_for
 from trimtab.dispatch.transports import Auto
 from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout
 from trimtab.guard import peers
-from trimtab.guard.guard import Guard, wait_for
+from trimtab.guard.guard import Guard
 from trimtab.guard.peers import Introductions
 
 E, K, D = 8, 3, 16

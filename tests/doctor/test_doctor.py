@@ -28,13 +28,13 @@ from helpers.ranks import run_ranks
 from trimtab.cli.main import build_parser, main
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.doctor import backends, machine
-from trimtab.doctor.findings import Finding, as_text
+from trimtab.doctor import Finding, as_text, backends, machine
 from trimtab.guard import record
 from trimtab.guard.record import Place
 from trimtab.kernels.api import Block
 from trimtab.kernels.choose import BACKENDS
 from trimtab.kernels.torch_mm import TorchBackend
+from trimtab.validation import DTYPES
 from trimtab.verify.cases import Case, plan_cases
 from trimtab.verify.collect import Verdict
 
@@ -105,13 +105,15 @@ def test_only_variables_that_matter_are_shown() -> None:
     assert (shown.where, shown.what) == ("NCCL_DEBUG", "INFO")
 
 
-def test_process_groups() -> None:
-    def severities(**there: Any) -> list[str]:
-        return [finding.severity for finding in backends.judge_groups(**there)]
-
-    assert severities(gloo=True, nccl=True, gpus=8) == ["ok", "ok"]
-    assert severities(gloo=True, nccl=True, gpus=0) == ["ok", "note"]
-    assert severities(gloo=False, nccl=False, gpus=1) == ["broken", "broken"]
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "gpus", "severities"),
+    [(True, True, 8, ["ok", "ok"]), (True, True, 0, ["ok", "note"]), (False, False, 1, ["broken", "broken"])],
+)
+def test_process_groups(gloo: bool, nccl: bool, gpus: int, severities: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: gloo)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert [finding.severity for finding in backends.process_groups()] == severities
 
 
 class Wrong(TorchBackend):
@@ -136,7 +138,7 @@ def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch
     never = backends.judge_kernels("a", cpu, [dataclasses.replace(bad, fault=None, refused="the CPU only")])
     assert (never.severity, never.what, never.do) == ("note", "cannot run on cpu: the CPU only", "")
     monkeypatch.setitem(BACKENDS, "wrong", Wrong)
-    assert all(one.fault for one in backends.try_kernels("wrong", cpu))
+    assert by_where(backends.kernels())["kernels wrong"].what.count("WRONG: ") == len(DTYPES)
 
 
 def test_a_layer_over_two_processes() -> None:
@@ -200,7 +202,7 @@ def test_the_command_finds_a_bad_interface_and_says_what_to_do() -> None:
 KERNELS_WITH = """
 import sys
 from trimtab.doctor import backends
-from trimtab.doctor.findings import as_text
+from trimtab.doctor import as_text
 found = backends.kernels()
 print(as_text(found))
 sys.exit(any(f.severity == "broken" for f in found))

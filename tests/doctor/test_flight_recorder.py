@@ -23,9 +23,8 @@ import trimtab as package
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.doctor.flight_recorder import read_trace, read_traces
+from trimtab.doctor.flight_recorder import dump, dump_on_signal, read_trace, read_traces
 from trimtab.doctor.flight_recorder_diagnosis import diagnose
-from trimtab.doctor.flight_recorder_dump import dump, dump_on_signal
 from trimtab.errors import BackendError, InputError
 
 LATE = 1
@@ -178,15 +177,15 @@ STACKS = {
         "/x/trimtab/dispatch/route.py:forward",
     ),
     "ordered": frames("/x/trimtab/dispatch/route.py:combine_slots", "/x/trimtab/dispatch/route.py:forward"),
-    "slots": frames("/x/trimtab/dispatch/all_to_all.py:combine", "/x/trimtab/dispatch/replication/planner.py:gather"),
-    "copies": frames("/x/trimtab/dispatch/all_to_all.py:dispatch", "/x/trimtab/dispatch/replication/route.py:send"),
+    "slots": frames("/x/trimtab/dispatch/all_to_all.py:combine", "/x/trimtab/dispatch/replica_route.py:gather"),
+    "copies": frames("/x/trimtab/dispatch/all_to_all.py:dispatch", "/x/trimtab/dispatch/replica_route.py:send"),
     "home": frames(
         "/x/trimtab/dispatch/all_to_all.py:combine",
-        "/x/trimtab/dispatch/replication/route.py:add_home",
+        "/x/trimtab/dispatch/replica_route.py:add_home",
         "/x/trimtab/experts/replicated.py:backward",
     ),
     "check of copies": frames(
-        "/x/trimtab/dispatch/all_to_all.py:handshake", "/x/trimtab/dispatch/replication/route.py:send"
+        "/x/trimtab/dispatch/all_to_all.py:handshake", "/x/trimtab/dispatch/replica_route.py:send"
     ),
     "fsdp": frames("/p/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:foreach_all_gather"),
     "hook": frames("/p/torch/autograd/graph.py:_engine_run_backward", "/p/torch/_tensor.py:backward", "/me.py:step"),

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,8 @@ from fuzz.truth import Truth, truth_of
 from fuzz.world import MemoryGroup, MemoryTransport, Turns
 from trimtab.dispatch import sequence_shard
 from trimtab.dispatch.all_gather import AllGather
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.route import Dispatched
 from trimtab.dispatch.transport import Transport
 from trimtab.errors import first_line
 from trimtab.experts import plan as plans
@@ -66,7 +68,7 @@ def check(cases: Sequence[Case]) -> str | None:
         layout = None
         if truth.shape.lengths is not None:
             batch = truth.case_T.shape[0] // max(sum(truth.shape.lengths), 1)
-            layout = SequenceLayout.from_lengths(batch, truth.shape.lengths)
+            layout = SequenceLayout(batch=batch, cuts=(0, *accumulate(truth.shape.lengths)))
         turns = Turns(truth.shape.ranks)
         try:
             outcomes = turns.run(lambda rank: _rank(rank, turns, truth, layout))
@@ -147,8 +149,9 @@ def _grad(t: Tensor) -> Tensor:
 def _compare(truth: Truth, outcomes: list[Outcome], layout: SequenceLayout | None) -> None:
     for rank, o in enumerate(outcomes):
         if layout is not None:
-            places = [layout.to_global(rank, i) for i in range(layout.tokens(rank))]
-            _same(f"rank {rank}: tokens of its shard", o.index_T, torch.tensor(places, dtype=torch.int64))
+            all_BL = torch.arange(layout.batch * layout.length).view(layout.batch, layout.length)
+            places = all_BL[:, slice(*layout.cuts[rank : rank + 2])].flatten()
+            _same(f"rank {rank}: tokens of its shard", o.index_T, places)
     order_T = torch.cat([o.index_T for o in outcomes])
     for rank, o in enumerate(outcomes):
         _compare_rows(truth, order_T, rank, o.rows)

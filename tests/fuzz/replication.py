@@ -20,7 +20,7 @@ from helpers.replica_bounds import replica_bounds
 from helpers.replica_plan_loops import best, candidates, cells_of, places_of
 from trimtab.cli import Progress
 from trimtab.dispatch.options import ReplicationConfig
-from trimtab.dispatch.replication.plan import ReplicaPlan, home_view, physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replica_plan import ReplicaPlan, home_view, physical_ids, replica_plan, slot_shares
 
 TOLERANCES = (0.0, None, 0.1, None, 1 / 64, None, 0.5, 0.0, 4.0, 0.001)
 COSTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)

@@ -1,8 +1,10 @@
-"""The compiled kernels with their bfloat16 instructions, emulated or the machine's, in memory all of NaN."""
+"""The compiled kernels with their bfloat16 instructions, by emulated.h or the machine's, in memory all of NaN."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +16,10 @@ from trimtab.kernels.buffer_pool import HostBufferPool
 from trimtab.kernels.compiled import CompiledKernels, compiled_kernels
 
 INSTRUCTIONS = PRODUCTS[1:]
+INSTEAD = Path(__file__).with_suffix(".h")
 DEFINES = (
-    "TRIMTAB_EMULATE_BF16",
+    f'TRIMTAB_EMULATE_BF16="{INSTEAD}"',
+    f"EMULATED_{hashlib.sha256(INSTEAD.read_bytes()).hexdigest()}",  # another one is compiled anew
     'TRIMTAB_STRAIGHT=(std::getenv("BROUGHT")!=nullptr?0:NR)',
 )
 """The environment says which way few rows go: a weight's rows brought, or read where they lie."""
@@ -42,7 +46,7 @@ def emulated(products: str | None = None, *, poison: bool = True) -> CompiledKer
     wide = compiled_kernels().instructions == "AVX-512"
     if not wide and products != "widened":
         pytest.skip("without AVX-512 a compiler takes too long for what emulates bfloat16's instructions")
-    kernels = CompiledKernels(products=products, defines=DEFINES if wide else DEFINES[1:])
+    kernels = CompiledKernels(products=products, defines=DEFINES if wide else DEFINES[2:])
     return _poisoned(kernels) if poison else kernels
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from helpers.comparing import full_value, relative_error
 from helpers.layout_truth import Batch, Case, Model, Solved, build, data_of, solve
 from helpers.ranks import packed, unpacked
-from trimtab.layout import SequenceLayout, shard_cuts
+from trimtab.layout import shard_cuts
 from trimtab.parallel.check_replicated import check_replicated
 from trimtab.parallel.ddp import ddp, reduce_main_grads
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
@@ -228,7 +229,7 @@ def _cut(b: Batch, held: list[int]) -> tuple[Tensor | None, Tensor | None]:
 def uneven(length: int, ranks: int) -> tuple[int, ...]:
     """Cuts with a first shard of one position, an empty second one where there are three, the rest in the last."""
     inner = [min(1, length), *[0] * (ranks - 2)] if ranks > 1 else []
-    return SequenceLayout.from_lengths(1, [*inner, length - sum(inner)]).cuts
+    return (0, *accumulate([*inner, length - sum(inner)]))
 
 
 def solve_all(world: int, plan: list[tuple[Layout, list[Case]]]) -> bytes:

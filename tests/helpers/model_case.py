@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trimtab.decisions import record, replay
 from trimtab.integrations.transformers import LoadBalancer
 from trimtab.integrations.transformers.routers.find import find_routers
-from trimtab.integrations.transformers.routers.observe import Observed
+from trimtab.integrations.transformers.routers.observe import Observed, record, replay
 from trimtab.routing.observers import Loads
 from trimtab.routing.replay import Decisions
 
@@ -247,7 +246,7 @@ def balance(case: Case, model: Any, rank: int | None) -> tuple[dict[str, Tensor]
             (F.cross_entropy(logits, labels, reduction="sum") * shares / targets).backward()
         grads = {name: p.grad if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
-        counted = loads.take()
+        counted = torch.cat([*loads.take().values()])
         if rank is not None:
             dist.all_reduce(counted)
         found = balancer.step()

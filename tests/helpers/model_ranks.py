@@ -12,15 +12,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 from trimtab.integrations.transformers import QuantizedExpertsConfig, register
 from trimtab.integrations.transformers.expert_parallel import TrimtabEP
-from trimtab.integrations.transformers.replicated_params import average_replicated
-from trimtab.integrations.transformers.trainer.replica_counts import replicating_dispatchers
+from trimtab.integrations.transformers.lora import average_replicated
+from trimtab.integrations.transformers.model_loads import replicating_dispatchers
 
 from .families import LOADED_WRONG_WHEN_SHARDED, build_model, experts_modules, model_class, save_model
 from .model_case import Case, Outcome, Router, balance, prepare, run
-from .model_truth import FLOAT64_UNSHARDABLE, Answer, in_one_process, judge
+from .model_truth import FLOAT64_UNSHARDABLE, in_one_process, judge
 from .ranks import run_ranks
 
 REPLICATED = "trimtab_replicated"
@@ -98,6 +99,12 @@ def load(case: Case, folder: str) -> Any:
     model = model_class(case.family).from_pretrained(
         path, dtype=case.dtype, experts_implementation=case.experts, distributed_config=config, **coded
     )
+    if case.family in LOADED_WRONG_WHEN_SHARDED:
+        right = build_model(case.family, case.seed).state_dict()
+        for name, p in model.named_parameters():
+            if "conv1d" in name:
+                mine = distribute_tensor(right[name].to(p.dtype), p.device_mesh, p.placements, src_data_rank=None)
+                p.data.copy_(mine)
     return model.eval()
 
 
@@ -113,7 +120,7 @@ def check_equal_ranks(case: Case, model: nn.Module) -> None:
         assert (sum(replicas) > 0) == (max(before) > max(after)), (name, before, replicas)
 
 
-def run_case(case: Case, folder: str) -> Answer:
+def run_case(case: Case, folder: str) -> dict[str, Outcome]:
     """Every pattern of a case on this rank."""
     model = load(case, folder)
     prepare(case, model)
@@ -123,7 +130,7 @@ def run_case(case: Case, folder: str) -> Answer:
     if case.balance:
         values, grads = balance(case, model, data_rank)
         whole = {name: None if grad is None else full(grad) for name, grad in grads.items()}
-        return Answer(outcomes={"balance": Outcome(values=values, grads=whole, routing={})}, weights={})
+        return {"balance": Outcome(values=values, grads=whole, routing={})}
     router, outcomes, sent = Router(model, case.mesh, case.mesh.ep), {}, set()
     experts_run = TrimtabEP._run_experts
 
@@ -142,13 +149,10 @@ def run_case(case: Case, folder: str) -> Answer:
         assert router.calls == 2 * len(case.patterns) * case.steps * len(experts_modules(model))
     if case.autocast:  # tokens travel in what is multiplied
         assert sent == {torch.bfloat16 if case.experts.startswith("trimtab") else torch.float32}
-    wrong = case.family in LOADED_WRONG_WHEN_SHARDED
-    return Answer(
-        outcomes=outcomes, weights={name: full(p) for name, p in model.named_parameters()} if wrong else {}
-    )  # fmt: skip
+    return outcomes
 
 
-def run_cases(cases: Sequence[Case], folder: str) -> list[Answer]:
+def run_cases(cases: Sequence[Case], folder: str) -> list[dict[str, Outcome]]:
     """One case after the other on this rank; an error names its case."""
     begin()
     reduce_float64_like_float32()
@@ -169,8 +173,7 @@ def verify(cases: Sequence[Case], folder: Path | None = None, deadline: float = 
     pending, problems = list(cases), list[str]()
     for _ in range(SEEDS):  # a near tie in a router may fall either way: then another seed
         if folder is None:
-            runs = [in_one_process(case, {}) for case in pending]
-            answers = [[Answer(outcomes={key: one for key, (one,) in found.items()}, weights={}) for found in runs]]
+            answers = [[{key: one for key, (one,) in in_one_process(case).items()} for case in pending]]
         else:
             answers = run_ranks(run_cases, pending[0].mesh.ranks, pending, str(folder), deadline=deadline)
         undecided = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -37,17 +37,8 @@ Outcomes = dict[str, list[Outcome]]
 """By pattern, of each data-parallel rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A case on one rank, by pattern. weights: those that were loaded, where they are not those that were saved."""
-
-    outcomes: dict[str, Outcome]
-    weights: dict[str, Tensor]
-
-
-def in_one_process(case: Case, weights: Mapping[str, Tensor]) -> Outcomes:
-    """What each data-parallel rank should see. The loss whose gradients these are is the mean of the ranks' losses.
-    `weights` replace the family's own."""
+def in_one_process(case: Case) -> Outcomes:
+    """What each data-parallel rank should see. The loss whose gradients these are is the mean of the ranks' losses."""
     model = build_model(case.family, case.seed, case.dtype)
     if case.mesh.ranks > 1 and case.family not in FLOAT64_UNSHARDABLE:
         model.to(case.dtype)  # also what `from_pretrained` would leave in float32 if it were asked for bfloat16
@@ -56,9 +47,6 @@ def in_one_process(case: Case, weights: Mapping[str, Tensor]) -> Outcomes:
     if case.codes:
         dequantize_experts(quantize_experts(model, case.codes))
     prepare(case, model)
-    with torch.no_grad():
-        for name, weight in weights.items():
-            model.get_parameter(name).copy_(weight)
     ranks = case.mesh.data_ranks
     if case.balance:
         values, grads = balance(case, model, None)
@@ -74,12 +62,11 @@ def in_one_process(case: Case, weights: Mapping[str, Tensor]) -> Outcomes:
 
 @cache
 def _truth(case: Case) -> Outcomes:
-    return in_one_process(case, {})
+    return in_one_process(case)
 
 
-def truth(case: Case, weights: Mapping[str, Tensor]) -> Outcomes:
-    plain = replace(case, experts="eager", exchange="", unsynced=False, recompute="", ddp=False)
-    return in_one_process(plain, weights) if weights else _truth(plain)
+def truth(case: Case) -> Outcomes:
+    return _truth(replace(case, experts="eager", exchange="", unsynced=False, recompute="", ddp=False))
 
 
 def scale(wanted: Tensor | None) -> float:
@@ -122,17 +109,17 @@ def errors(case: Case, ours: Outcome, wanted: Outcome, other: Outcome) -> Iterat
             yield f"{name}: off by {off:.2e}, allowed {allowed:.2e}, scale {size:.2e}"
 
 
-def judge(case: Case, answers: list[Answer]) -> list[str] | None:
-    """All errors of a case, or None where a near tie in a router fell another way and nothing can be said."""
-    weights = answers[0].weights
-    wanted = other = truth(case, weights)
+def judge(case: Case, answers: list[dict[str, Outcome]]) -> list[str] | None:
+    """All errors of a case, or None where a near tie in a router fell another way and nothing can be said. answers: of
+    each rank, by pattern."""
+    wanted = other = truth(case)
     if case.autocast:
-        other = truth(replace(case, autocast=False), weights)
+        other = truth(replace(case, autocast=False))
     elif case.dtype == torch.float32 or (case.mesh.ranks > 1 and case.family in FLOAT32_INSIDE):
-        other = truth(replace(case, dtype=OTHER[case.dtype]), weights)
+        other = truth(replace(case, dtype=OTHER[case.dtype]))
     found = []
     for rank, answer in enumerate(answers):
-        for pattern, ours in answer.outcomes.items():
+        for pattern, ours in answer.items():
             true, rounded = (of[pattern][case.mesh.data_rank(rank)] for of in (wanted, other))
             for name, ids in true.routing.items():
                 if not (torch.equal(ours.routing[name], ids) and torch.equal(rounded.routing[name], ids)):

@@ -21,7 +21,7 @@ from helpers.emulated import fenced, fences
 from helpers.pair_modules import MODULES, K, quantize, slots
 from helpers.pair_truth import LOW, TRUTHS, Activated, Quantized, by_expert
 from helpers.threads import torch_threads
-from trimtab.experts.lora_model import add_adapter
+from trimtab.experts.lora import add_adapter
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.quantized import FORMATS, decoded
 from trimtab.experts.recipes import Recipe

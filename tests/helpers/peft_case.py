@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .families import build_model, experts_modules, forward, sample_batch
+from .families import build_model, experts_modules, sample_batch
+from .replayed import run
 
 
 def targets(model: nn.Module) -> list[str]:
@@ -55,10 +56,7 @@ def adapted(name: str, implementation: str, dtype: torch.dtype = torch.float32, 
     return adapt(model, autocast_adapter_dtype=True, **options)
 
 
-def output_and_gradients(model: Any, seed: int = 0, batch: int = 2, length: int = 12) -> dict[str, Tensor | None]:
+def output_and_gradients(model: Any, seed: int = 0) -> dict[str, Tensor]:
     """ "output", "loss", and the gradient of everything trained, by name."""
-    model.zero_grad()
-    output, loss = forward(model.get_base_model(), sample_batch(model.get_base_model(), batch, length, seed))
-    loss.backward()
-    values: dict[str, Tensor | None] = {"output": output.detach(), "loss": loss.detach()}
-    return values | {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    base = model.get_base_model()
+    return run(base, sample_batch(base, 2, 12, seed))

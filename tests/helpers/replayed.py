@@ -46,10 +46,11 @@ def forced_by(model: Any, decisions: Decisions) -> Iterator[None]:
         yield
 
 
-def close(ours: Values, true: Values, relative: float) -> None:
+def close(ours: Values, true: Values, relative: float, floor: float = 1e-4) -> None:
+    """floor: of the largest value, below which there is nothing but rounding."""
     assert ours.keys() == true.keys()
     largest = max(float(t.abs().max()) for t in true.values())
     for name, wanted in true.items():
-        scale = max(float(wanted.abs().max()), 1e-4 * largest)
+        scale = max(float(wanted.abs().max()), floor * largest)
         error = float((ours[name] - wanted).abs().max())
         assert error <= relative * scale, f"{name}: off by {error:.1e} of {scale:.1e}"

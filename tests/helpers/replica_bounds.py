@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.dispatch.options import ReplicationConfig
-from trimtab.dispatch.replication.rule import cap_of
+from trimtab.dispatch.options import PARTS, ReplicationConfig
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
 from trimtab.validation import check_sizes
@@ -50,7 +49,8 @@ def replica_bounds(
     if config.parts is None:
         raise ConfigError("replicate_experts='auto' has no sizes known before routing: give a tolerance, such as 0.1")
     slots = tokens * top_k
-    most = min(cap_of(-(-slots // ranks), config.parts), slots)
+    mean = -(-slots // ranks)
+    most = min(mean + mean * config.parts // PARTS, slots)
     return ReplicaBounds(
         expert_rows=most,
         rows=min(most, tokens),

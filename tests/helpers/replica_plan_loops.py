@@ -96,7 +96,7 @@ class Candidate:
 
 
 def candidates(loads: Sequence[int], ranks: int, tolerance: int | None, copy_cost: int) -> list[Candidate]:
-    """Every cap that the tolerance allows, from the tightest on; see `trimtab.dispatch.replication.rule`."""
+    """Every cap that the tolerance allows, from the tightest on; see `trimtab.dispatch.replica_plan`."""
     e = len(loads) // ranks
     heaviest = max(sum(loads[rank * e : rank * e + e]) for rank in range(ranks))
     mean = -(-sum(loads) // ranks)

@@ -48,4 +48,4 @@ def slots(*given: dict[str, Tensor]) -> int:
 
 def counted(loads: Loads) -> list[int]:
     """By router, since the last time."""
-    return [int(load.sum()) for load in loads.split(loads.take()).values()]
+    return [int(load.sum()) for load in loads.take().values()]

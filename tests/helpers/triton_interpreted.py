@@ -19,9 +19,9 @@ from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.selftest import self_test
 from trimtab.kernels.triton import swiglu
-from trimtab.kernels.triton.backend import TritonBackend
 from trimtab.kernels.triton.language import BAND, Launch, Tiles, segment_tiles, segments_power, tile_of, tl, triton
 from trimtab.kernels.triton.moves import combine, gather, place_slots
+from trimtab.kernels.triton.products import TritonBackend
 
 SMALL = Tiles(m=32, n=32, k=32, warps=1, stages=1)
 LAUNCH = Launch(

@@ -111,9 +111,9 @@ def test_a_fault_that_all_products_have_is_the_kernels_fault(monkeypatch: pytest
 def test_the_doctor_says_which_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = emulated(poison=False)
     monkeypatch.setattr(backends, "get_backend", lambda name, device: kernels)
-    found = backends.judge_kernels("cpu", CPU, [backends._try("cpu", CPU, torch.bfloat16, True)])
+    found = backends.judge_kernels("cpu", CPU, [backends._try("cpu", CPU, torch.bfloat16)])
     assert "\nbfloat16 products: amx-bf16" in found.what
-    here = backends.judge_kernels("cpu", CPU, [backends._try("cpu", CPU, torch.float32, True)]).what
+    here = backends.judge_kernels("cpu", CPU, [backends._try("cpu", CPU, torch.float32)]).what
     assert str(kernels.bf16) in here
 
 
@@ -199,4 +199,4 @@ def test_tiles_keep_their_sums_in_registers() -> None:
         where = [name for name, lines in functions.items() if any(f"\t{instruction}" in line for line in lines)]
         passes = [f"{name}<bf16, {stored}" for name in ("forward", "backward") for stored in ("bf16", "rounded")]
         for name in (*passes, "weight_gradients<bf16"):
-            assert any(f"void {name}, Amx>" in one for one in where)
+            assert any(f"{name}, Amx>" in one for one in where)

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from mutants.patching import Mutant, Patches
 from trimtab.experts import lora
-from trimtab.parallel import adapters, experts
+from trimtab.parallel import experts, meshes
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.meshes import local_part
 from trimtab.verify import trimtab_impl
@@ -26,7 +25,10 @@ def _by_mesh(p: Patches) -> None:
 
 
 def _wrong_group(p: Patches) -> None:
-    p.put(experts, "summed_over_copies", lambda *args: None)
+    class Alone:
+        apply = staticmethod(lambda group, *tensors: tensors)
+
+    p.put(experts, "SumGradients", Alone)
 
 
 def _left_out(p: Patches) -> None:
@@ -35,15 +37,12 @@ def _left_out(p: Patches) -> None:
 
 
 def _wrong_slice(p: Patches) -> None:
-    @p.around(adapters, "cut_adapter")
-    def cut(original: Any, adapter: nn.Module, place: Any, source: Any) -> None:
-        for name, param in adapter.named_parameters():
-            dim = adapters.SPLIT.get(name, Shard(0)).dim
-            if name == "gate_up_b":
-                param.data = torch.cat(param.data.chunk(place.etp_size, dim)[::-1], dim)
-        original(adapter, place, source)
-
-    p.put(experts, "cut_adapter", adapters.cut_adapter)
+    @p.around(ParallelExperts, "_cut")
+    def cut(original: Any, self: ParallelExperts, owner: nn.Module, name: str, *args: Any) -> None:
+        if name == "gate_up_b":
+            param, dim = owner.get_parameter(name), experts.SPLIT[name].dim
+            param.data = torch.cat(param.data.chunk(self.place.etp_size, dim)[::-1], dim)
+        original(self, owner, name, *args)
 
 
 def _one_too_few(p: Patches) -> None:
@@ -58,7 +57,7 @@ def _one_too_few(p: Patches) -> None:
 
 
 def _not_over_ranks(p: Patches) -> None:
-    @p.around(adapters.SumGradients, "backward")
+    @p.around(meshes.SumGradients, "backward")
     def backward(original: Any, ctx: Any, *grads: Any) -> Any:
         _, *summed = original(ctx, *grads)
         return None, *(grad / dist.get_world_size(ctx.group) for grad in summed)

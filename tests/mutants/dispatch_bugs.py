@@ -16,10 +16,10 @@ from torch import Tensor
 from mutants.patching import Mutant, Patches
 from trimtab.dispatch import all_gather, dispatcher, route
 from trimtab.dispatch.all_gather import AllGather
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.over_group import pack, unpack
 from trimtab.dispatch.plan import RankPlan, RankSort, plan_ranks, sort_by_rank
-from trimtab.dispatch.route import Combine, Dispatch, RankRoute, Route
+from trimtab.dispatch.route import Combine, Dispatch, Dispatched, RankRoute, Route
 from trimtab.dispatch.transport import SplitSizes
 from trimtab.kernels.rows import Csr, combine_rows, gather_rows
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from mutants.patching import Mutant, Patches
-from trimtab.experts import mlp, mlp_pass, passes
+from trimtab.experts import mlp, passes
 from trimtab.experts import plan as plans
 from trimtab.experts.activations import SwiGLU
 from trimtab.experts.plan import ExpertPlan, plan_experts
@@ -110,7 +110,7 @@ def _backward_weight(p: Patches) -> None:
     @p.around(passes, "backward")
     def backward(original: Any, *given: Any) -> Any:
         inner = Patches()
-        inner.wrap(mlp_pass, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
+        inner.wrap(passes, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
         try:
             return original(*given)
         finally:

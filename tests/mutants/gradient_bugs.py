@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from mutants.patching import Mutant, Patches
-from trimtab.parallel import adapters, ddp, fsdp
+from trimtab.parallel import ddp, fsdp, meshes
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.meshes import TokenMeshes, groups_of
 from trimtab.routing.losses import LossGroups
@@ -63,7 +63,7 @@ def _not_reduced(p: Patches) -> None:
 
 
 def _averaged_over_tp(p: Patches) -> None:
-    @p.around(adapters.SumGradients, "backward")
+    @p.around(meshes.SumGradients, "backward")
     def backward(original: Any, ctx: Any, *grads: Any) -> Any:
         summed: Any = original(ctx, *grads)[1:]
         return None, *(grad / dist.get_world_size(ctx.group) for grad in summed)

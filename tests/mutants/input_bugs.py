@@ -13,11 +13,12 @@ from torch import Tensor
 
 from mutants.patching import Mutant, Patches
 from trimtab.dispatch import checks
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.route import Dispatched
 from trimtab.experts import mlp
 from trimtab.moe import MoE
 from trimtab.routing import scores
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.router import Router
 
 

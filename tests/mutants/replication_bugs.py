@@ -13,11 +13,10 @@ from dispatch.test_replicated_exchange import weights_on_rank
 from helpers.layout_case import Layout, run_plan, solve_all
 from helpers.layout_truth import Case
 from mutants.patching import Mutant, Patches, RanksTest
+from trimtab.dispatch import replica_plan, replica_route
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.replication import plan, planner
-from trimtab.dispatch.replication.planner import ReplicaPlanner
-from trimtab.dispatch.replication.route import ReplicaRoute
-from trimtab.dispatch.replication.rule import Pieces
+from trimtab.dispatch.replica_plan import Pieces
+from trimtab.dispatch.replica_route import ReplicaPlanner, ReplicaRoute
 from trimtab.experts import replicated
 from trimtab.routing.recompute import replaying
 
@@ -60,14 +59,14 @@ def _own_constants(p: Patches) -> None:
 
 
 def _one_slot_short(p: Patches) -> None:
-    @p.around(plan, "pieces_of")
+    @p.around(replica_plan, "pieces_of")
     def pieces_of(original: Any, *args: Any) -> Pieces:
         made: Pieces = original(*args)
         return replace(made, slots_n=(made.slots_n - 1).clamp(min=0))
 
 
 def _one_slot_astray(p: Patches) -> None:
-    @p.around(planner, "slot_shares")
+    @p.around(replica_route, "slot_shares")
     def slot_shares(original: Any, *args: Any) -> Tensor:
         cells_EP: Tensor = original(*args)
         starts, last = cells_EP.argmax(1), cells_EP.shape[1] - 1
@@ -79,7 +78,7 @@ def _one_slot_astray(p: Patches) -> None:
 
 
 def _wrong_expert(p: Patches) -> None:
-    @p.around(planner, "experts_to_send")
+    @p.around(replica_route, "experts_to_send")
     def experts_to_send(original: Any, plan: Any, rank: int, home: int, replicas: int) -> Tensor:
         expert_M: Tensor = original(plan, rank, home, replicas)
         return home - 1 - expert_M

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mutants.patching import Mutant, Patches
-from trimtab.experts import mlp_pass
+from trimtab.experts import passes
 from trimtab.moe import MoEOutput
-from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
+from trimtab.parallel.moe import ParallelMoE
 from trimtab.routing import router, scores, select
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.router import Router
 
 
@@ -45,11 +45,11 @@ def _high_ties(p: Patches) -> None:
 
 
 def _weights_twice(p: Patches) -> None:
-    p.wrap(mlp_pass, "slot_weights", lambda taken: lambda w_MK, plan: taken(w_MK, plan) ** 2)
+    p.wrap(passes, "slot_weights", lambda taken: lambda w_MK, plan: taken(w_MK, plan) ** 2)
 
 
 def _weights_nowhere(p: Patches) -> None:
-    p.wrap(mlp_pass, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
+    p.wrap(passes, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
 
 
 def _loads_twice(p: Patches) -> None:
@@ -64,7 +64,7 @@ def _loads_of_replicas(p: Patches) -> None:
     @p.around(ParallelMoE, "forward")
     def forward(run: Any, self: ParallelMoE, x: Tensor, **kwargs: Any) -> MoEOutput:
         out: MoEOutput = run(self, x, **kwargs)
-        if self.tp_group is not None and isinstance(self.tokens, ReplicatedTokens):
+        if self.tp_group is not None and self.shares:
             torch.distributed.all_reduce(out.loads_E, group=self.tp_group)
         return out
 

@@ -17,7 +17,7 @@ from trimtab.dispatch import sequence_shard
 from trimtab.dispatch.all_gather import gather_uneven
 from trimtab.layout import SequenceLayout
 from trimtab.moe import MoEOutput
-from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
+from trimtab.parallel.moe import ParallelMoE
 
 
 def _flat_offset(p: Patches) -> None:
@@ -45,10 +45,12 @@ def _remainder(p: Patches) -> None:
 
 
 def _replicas_summed(p: Patches) -> None:
-    @p.around(sequence_shard._Unshard, "backward")
+    @p.around(sequence_shard._Moved, "backward")
     def backward(original: Any, ctx: Any, dy: Tensor) -> Any:
+        _, group, joined = ctx.where
         summed = dy.clone()
-        dist.all_reduce(summed, group=ctx.group)
+        if joined:
+            dist.all_reduce(summed, group=group)
         return original(ctx, summed)
 
 
@@ -58,7 +60,7 @@ def _padded_by_repeats(p: Patches) -> None:
         run: Any, self: ParallelMoE, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None
     ) -> MoEOutput:
         short = 0
-        if self.tp_group is not None and not isinstance(self.tokens, ReplicatedTokens):
+        if self.tp_group is not None and not self.shares:
             longest = torch.tensor(x.shape[1])
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.tp_group)
             short = int(longest) - x.shape[1] if x.shape[1] else 0
@@ -86,7 +88,7 @@ def _empty_rank_leaves(p: Patches) -> None:
 
 
 def _router_not_summed(p: Patches) -> None:
-    p.put(ParallelMoE, "_replicated", lambda self: [])
+    p.put(ParallelMoE, "_places", lambda self: [])
 
 
 MUTANTS = (

@@ -23,7 +23,7 @@ from trimtab.parallel.expert_parallel import ExpertParallel, matches, paralleliz
 from trimtab.parallel.moe import join_data_parallel
 from trimtab.routing.balance import update_bias
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.router import Router
 
 

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
-from trimtab.decisions import record, replay
 from trimtab.errors import ConfigError, InputError
+from trimtab.integrations.transformers.routers.observe import record, replay
 from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
+from trimtab.routing.observers import Replayer
+from trimtab.routing.port import Port, RouterInfo, RouterRun
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
 
@@ -180,8 +182,12 @@ def test_cut_and_join() -> None:
 @pytest.mark.parametrize(("dtype", "experts"), [(torch.int8, 200), (torch.int16, 40_000)])
 def test_ids_may_be_narrower_than_the_number_of_experts(dtype: torch.dtype, experts: int) -> None:
     ids = torch.tensor([-3, -1, 0, 127]).view(1, 2, 1, 2)
-    narrow = Decisions(ids=ids.to(dtype), num_experts=experts, layers=("a",)).layer("a")
-    assert (narrow.kept_TK.tolist(), narrow.chosen_TK.tolist()) == ([[-1, -1], [0, 127]], [[1, -1], [0, 127]])
+    narrow = Decisions(ids=ids.to(dtype), num_experts=experts, layers=("a",))
+    replayer, port = Replayer(narrow), Port(RouterInfo(name="a", num_experts=experts, top_k=2, partial=True))
+    replayer.begin({"a": port.info}, torch.device("cpu"))
+    logits = torch.zeros(2, 1)
+    run = RouterRun(port, nn.Module(), ids=logits.long(), logits_TE=logits, scores=lambda: logits, shape=(1, 2))
+    assert replayer.decide(run).tolist() == [[-3, -1], [0, 127]]
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
@@ -205,7 +211,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     more = Decisions(ids=good.ids, num_experts=E + 1, layers=NAMES)
     wider = Decisions(ids=torch.nn.functional.pad(good.ids, (0, 1)), num_experts=E, layers=NAMES)
     for wrong, says in (
-        (renamed, "for the layers ('a', 'b')"), (more, "among 7 experts"), (wider, "of 3 experts per token, but the")
+        (renamed, "for the layers ('a', 'b')"), (more, "among 7 experts, 2 per"), (wider, "6 experts, 3 per token, but")
     ):  # fmt: skip
         with pytest.raises(InputError, match=re.escape(says)), replay(model, wrong):
             pass

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from trimtab.checkpoint.tensors import read_tensors as read_tensors
     from trimtab.checkpoint.tensors import write_tensors as write_tensors
 
-_HOMES = {
-    "Index": "trimtab.checkpoint.folder",
-    "latest": "trimtab.checkpoint.folder",
-    "load": "trimtab.checkpoint.save_load",
-    "read_tensors": "trimtab.checkpoint.tensors",
-    "resolve": "trimtab.checkpoint.folder",
-    "save": "trimtab.checkpoint.save_load",
-    "write_tensors": "trimtab.checkpoint.tensors",
-}
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

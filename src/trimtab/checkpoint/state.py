@@ -206,7 +206,7 @@ def _to_json(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
 
 
-def some(names: set[str]) -> str:
+def some(names: set[str] | set[int]) -> str:
     """The first three names, and how many more there are."""
-    first = sorted(names)[:3]
+    first = map(str, sorted(names)[:3])
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"

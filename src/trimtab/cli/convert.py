@@ -11,7 +11,8 @@ from trimtab.cli import Progress
 from trimtab.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trimtab.convert.convert import Converted, Merged
+    from trimtab.convert.convert import Converted
+    from trimtab.convert.merge import Merged
 
 HELP = "convert a checkpoint to safetensors of transformers, or back"
 DESCRIPTION = """\
@@ -50,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     from trimtab.integrations.transformers import import_transformers
 
     transformers = import_transformers("trimtab convert")
-    from trimtab.convert.convert import convert, merge
+    from trimtab.convert.convert import convert
+    from trimtab.convert.merge import merge
 
     transformers.logging.set_verbosity_error()
     progress = Progress(0, unit="tensor")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trimtab.doctor.findings import Finding
+    from trimtab.doctor import Finding
 
 HELP = "check this machine, or say where a job stopped"
 DESCRIPTION = """\
@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print findings; returns 1 if any of them is broken, else 0."""
-    from trimtab.doctor.findings import as_text
+    from trimtab.doctor import as_text
 
     told, broken = [], 0
     for name, findings in _parts(options):

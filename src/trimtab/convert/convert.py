@@ -4,24 +4,22 @@
 
 Names, shapes and dtypes are proved to come back from headers, before anything is written. The written folder is then
 read back from disk through the inverse, and every tensor's hash must be the source's. Only then does the folder get
-its name. `merge` adds an adapter of peft to the model's state on the way to safetensors.
+its name.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.tensors import make_index
 from trimtab.convert import source as opened
-from trimtab.convert.adapter_files import WithAdapters, read_adapter
-from trimtab.convert.dcp_files import DcpFolder, write_store
-from trimtab.convert.layouts import Blocks, experts_modules
-from trimtab.convert.safetensors_files import SHARD_BYTES, SafetensorsFolder, write_safetensors
+from trimtab.convert.files import SHARD_BYTES, DcpFolder, SafetensorsFolder, write_safetensors, write_store
+from trimtab.convert.layouts import experts_modules
 from trimtab.convert.source import FORMS, TRANSFORMERS, Record, Source, first_difference
 from trimtab.convert.steps import loading_steps, mapping_of, saved_mapping_of, saving_steps
 from trimtab.convert.tensors import Hashed, Mapped, TensorStore, content_hash
@@ -54,15 +52,6 @@ class Converted:
     optimizer: tuple[int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Merged:
-    """The result of a merge. weights: those of the adapter; experts: by stack of experts, (changed experts, all)."""
-
-    written: Converted
-    weights: int
-    experts: dict[str, tuple[int, int]]
-
-
 def convert(
     src: Path | str, dst: Path | str, *, to: str, layout: str | None = None, shard_bytes: int = SHARD_BYTES,
     on_tensor: OnTensor = lambda done, total: None,
@@ -83,45 +72,21 @@ def convert(
 
     Raises:
         ConfigError: `dst` is not empty, the source is in the form asked for, names are unknown, the layout is not the
-            model's, or weights are quantized.
+            model's, or weights are of a format of their own.
         InputError: the source is not whole; tensors are missing, left over, of another shape than their model's, of
             another dtype than those they are stacked with, or not those that its record says; or the written folder
             does not give the source back.
     """
     if to not in FORMS:
         raise ConfigError(f"--to {to}: not one of {', '.join(FORMS)}")
-    return _converted(opened.open_source(Path(src), to=to, layout=layout), Path(dst), to, shard_bytes, on_tensor)
+    source = opened.open_source(Path(src), layout)
+    if source.form == to:
+        (other,) = {*FORMS} - {to}
+        raise ConfigError(f"{src}: holds {to} already, --to {to} has nothing to do; --to {other} converts it")
+    return write_converted(source, Path(dst), to, shard_bytes, on_tensor)
 
 
-def merge(
-    src: Path | str, adapter: Path | str, dst: Path | str, *, layout: str | None = None, shard_bytes: int = SHARD_BYTES,
-    on_tensor: OnTensor = lambda done, total: None,
-) -> Merged:  # fmt: skip
-    """Write the model in `src` with the adapter in the folder `adapter` merged, as transformers opens it, to `dst`.
-
-    Args as of `convert`; `src` may be in either form. Memory: as there, and a layer's stack of experts twice more.
-
-    Raises:
-        ConfigError, InputError: as `convert` and `trimtab.convert.adapter_files.read_adapter` do.
-    """
-    form, _ = opened.form_of(Path(src))
-    source = opened.open_source(Path(src), to=next(name for name in FORMS if name != form), layout=layout)
-    model = source.model
-    if form == "dcp":
-        state = source.blocks.to_theirs(source.store)
-    else:
-        state = Mapped(source.store, loading_steps(model, mapping_of(model), source.store))
-    opened.check_state(model, state, source.folder)
-    merged = WithAdapters(state, read_adapter(Path(adapter), model))
-    if lost := sorted(merged.adapters.keys() - state.infos.keys()):
-        raise InputError(f"{adapter}: {len(lost)} of its weights are not in {src}, first {lost[0]}")
-    plain = replace(source, store=merged, blocks=Blocks(), record=None)
-    written = _converted(plain, Path(dst), "safetensors", shard_bytes, on_tensor)
-    experts = {n: (sum(merged.changed[n]), a.experts) for n, a in merged.adapters.items() if a.experts is not None}
-    return Merged(written=written, weights=len(merged.adapters), experts=experts)
-
-
-def _converted(source: Source, dst: Path, to: str, shard_bytes: int, on_tensor: OnTensor) -> Converted:
+def write_converted(source: Source, dst: Path, to: str, shard_bytes: int, on_tensor: OnTensor) -> Converted:
     """Write an opened source to `dst`, prove it, and name it."""
     dst = dst.resolve()  # a link's folder gets its name, not the link
     _check_new(dst, to)
@@ -140,7 +105,11 @@ def _converted(source: Source, dst: Path, to: str, shard_bytes: int, on_tensor: 
         done += 1
         on_tensor(done, total)
 
-    experts = _expert_shapes(view if to == "dcp" else read, experts_modules(source.model))
+    experts: dict[str, dict[str, list[int]]] = {name: {} for name in experts_modules(source.model)}
+    for name, info in (view if to == "dcp" else read).infos.items():
+        module, _, own = name.rpartition(".")
+        if module in experts:
+            experts[module][own] = list(info.shape)
     with _unfinished(dst, to) as work:
         if to == "dcp":
             write_store(view, work, done=step)
@@ -210,16 +179,6 @@ def _to_safetensors(source: Source, store: TensorStore) -> tuple[TensorStore, Ba
         return blocks.to_ours(theirs, store)
 
     return Mapped(once, saving_steps(model, saved_mapping_of(model), once)), back
-
-
-def _expert_shapes(view: TensorStore, modules: Iterable[str]) -> dict[str, dict[str, list[int]]]:
-    """Shapes of the experts' parameters by module."""
-    found: dict[str, dict[str, list[int]]] = {name: {} for name in modules}
-    for name, info in view.infos.items():
-        module, _, own = name.rpartition(".")
-        if module in found:
-            found[module][own] = list(info.shape)
-    return found
 
 
 def _check_new(dst: Path, to: str) -> None:

@@ -14,9 +14,8 @@ import transformers
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.folder import CONFIG, carried_files
-from trimtab.convert.dcp_files import DcpFolder
+from trimtab.convert.files import DcpFolder, SafetensorsFolder, holds_safetensors
 from trimtab.convert.layouts import LAYOUTS, Blocks, blocks_of, prove
-from trimtab.convert.safetensors_files import SafetensorsFolder, holds_safetensors
 from trimtab.convert.tensors import Mapped, TensorStore, bits, content_hash, kept
 from trimtab.errors import ConfigError, InputError, first_line
 
@@ -75,11 +74,12 @@ def read_record(folder: Path) -> Record | None:
 class Source:
     """An opened source.
 
-    folder: of the tensors and of config.json. model: of that configuration, on the meta device.
+    form: one of FORMS. folder: of the tensors and of config.json. model: of that configuration, on the meta device.
     blocks: the checkpoint's MoE blocks. optimizer: key -> bytes, of optimizer state.
     record: of the conversion that wrote the folder, if one did.
     """
 
+    form: str
     folder: Path
     store: TensorStore
     model: Any
@@ -88,16 +88,13 @@ class Source:
     record: Record | None = None
 
 
-def open_source(src: Path, *, to: str, layout: str | None) -> Source:
-    """Open `src` for a conversion to the form `to`. Raises as `trimtab.convert.convert.convert` does."""
+def open_source(src: Path, layout: str | None) -> Source:
+    """Open `src`, in either form. Raises as `trimtab.convert.convert.convert` does."""
     form, folder = form_of(src)
-    if form == to:
-        other = next(name for name in FORMS if name != to)
-        raise ConfigError(f"{src}: holds {form} already, --to {to} has nothing to do; --to {other} converts it")
     model, record = skeleton(folder), read_record(folder)
     if form == "safetensors":
-        blocks = _blocks(model, layout or TRANSFORMERS)
-        return Source(folder=folder, store=SafetensorsFolder(folder), model=model, blocks=blocks, record=record)
+        own, blocks = SafetensorsFolder(folder), _blocks(model, layout or TRANSFORMERS)
+        return Source(form=form, folder=folder, store=own, model=model, blocks=blocks, record=record)
     if record is not None and layout not in (None, record.layout):
         raise ConfigError(f"--layout {layout}: {folder} was written in the layout {record.layout}")
     blocks = _blocks(model, layout or (TRANSFORMERS if record is None else record.layout))
@@ -105,7 +102,9 @@ def open_source(src: Path, *, to: str, layout: str | None) -> Source:
     ours = next((name for name in dcp.infos if name.endswith(("experts.gate_up", "experts.up"))), None)
     if ours is not None and blocks.layout is None:
         raise ConfigError(f"{folder}: {ours} is trimtab.MoE's; name the layout: --layout {'|'.join(LAYOUTS)}")
-    return Source(folder=folder, store=dcp, model=model, blocks=blocks, optimizer=dcp.optimizer, record=record)
+    return Source(
+        form=form, folder=folder, store=dcp, model=model, blocks=blocks, optimizer=dcp.optimizer, record=record
+    )
 
 
 def form_of(src: Path) -> tuple[str, Path]:
@@ -195,8 +194,8 @@ def ties(model: Any) -> dict[str, str]:
 def with_ties(model: Any, store: TensorStore) -> tuple[TensorStore, list[str]]:
     """The store with each shared weight under both names, and the names that were added."""
     added = {n: shared for n, shared in ties(model).items() if n not in store.infos and shared in store.infos}
-    copies = [kept(n, shared) for n, shared in added.items()]
-    return (Mapped(store, [*map(kept, store.infos), *copies]) if added else store), list(added)
+    steps = [*map(kept, store.infos), *(kept(n, shared) for n, shared in added.items())]
+    return (Mapped(store, steps) if added else store), list(added)
 
 
 def without(store: TensorStore, names: Iterable[str]) -> TensorStore:

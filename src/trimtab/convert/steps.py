@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from trimtab.checkpoint.state import some
 from trimtab.convert.tensors import Step, TensorInfo, TensorStore
 from trimtab.errors import InputError
 
@@ -177,16 +178,12 @@ def _check_experts(group: Group, infos: Mapping[str, TensorInfo], target: Tensor
         ids = [int(match.group(1)) for match in found if match and match.groups()]
         expected = list(range(len(names) if wanted is None else wanted))
         if len(ids) == len(names) and ids != expected:
-            lacks, more = sorted(set(expected) - set(ids)), sorted(set(ids) - set(expected))
+            lacks, more = set(expected) - set(ids), set(ids) - set(expected)
             raise InputError(
                 f"{group.target}: the configuration says {len(expected)} experts, the checkpoint has {len(ids)} of "
-                f"{pattern}; missing: {_some(lacks)}; too many: {_some(more)}"
+                f"{pattern}; missing: {some(lacks)}; too many: {some(more)}"
             )
         shapes = [infos[name].shape for name in names]
         if len(set(shapes)) > 1:
             odd = min(names, key=lambda name: shapes.count(infos[name].shape))
             raise InputError(f"{odd} is {list(infos[odd].shape)}, other experts' are {sorted(set(shapes))}")
-
-
-def _some(numbers: list[int]) -> str:
-    return (", ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")) or "none"

@@ -77,24 +77,19 @@ def count_bad(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> int:
     return 0 if good else int(bad_slots(ids_TK, w_TK, num_experts))
 
 
-def bad_tokens(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> list[int]:
-    """Numbers of the tokens that have such slots. One host sync."""
-    found: list[int] = _bad(ids_TK, w_TK, num_experts).any(1).nonzero()[:, 0].tolist()
-    return found
-
-
 def _bad(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
     bad_ids = ids_TK.clamp(-1, num_experts - 1) != ids_TK
     return bad_ids | (~w_TK.detach().isfinite() & (ids_TK >= 0))
 
 
 def raise_if_bad(
-    bad_P: Sequence[int], num_experts: int, *, layer: str, ranked: bool = False, tokens: Sequence[int] = ()
+    bad_P: Sequence[int], ids_TK: Tensor, w_TK: Tensor, num_experts: int, *, layer: str, ranked: bool = False
 ) -> None:
-    """Raise InputError if any rank has bad slots. ranked: whether the counts are of ranks of a group. tokens: which of
-    this rank's own have some, if that is known."""
+    """Raise InputError if any rank has bad slots, naming this rank's own tokens that have some. ranked: the counts are
+    those of the ranks of a group."""
     guilty = {rank: f"rank {rank}: {bad} slot(s)" for rank, bad in enumerate(bad_P) if bad}
     if guilty:
+        tokens = _bad(ids_TK, w_TK, num_experts).any(1).nonzero()[:, 0].tolist()
         own = f", here those of token(s) {', '.join(map(str, tokens[:_SHOWN]))}" if tokens else ""
         more = f" and {len(tokens) - _SHOWN} more" if len(tokens) > _SHOWN else ""
         raise InputError(
@@ -114,7 +109,7 @@ def _checked_ids(ids_TK: Tensor, w_TK: Tensor, name: Tensor, num_experts: int) -
     if ids_TK.device.type != "cpu":
         return _checked_on_device(ids_TK, w_TK, name, num_experts)
     if bad := count_bad(ids_TK, w_TK, num_experts):
-        raise_if_bad([bad], num_experts, layer=_layer(name), tokens=bad_tokens(ids_TK, w_TK, num_experts))
+        raise_if_bad([bad], ids_TK, w_TK, num_experts, layer=_layer(name))
     return ids_TK.clone()
 
 

@@ -16,33 +16,32 @@ import torch
 from torch import Tensor
 
 from trimtab.dispatch import checks, facts
-from trimtab.dispatch.dispatched import Dispatched as Dispatched
-from trimtab.dispatch.dispatched import by_slot
-from trimtab.dispatch.exchange import error_scope
+from trimtab.dispatch.exchange import count_message, error_scope
 from trimtab.dispatch.facts import NO_FACTS, CallId, Facts
-from trimtab.dispatch.handshake import count_message
 from trimtab.dispatch.options import CombineMode, ReplicationConfig, check_combine
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
 from trimtab.dispatch.route import (
     Combine,
     CombineSlots,
     Dispatch,
+    Dispatched,
     LocalRoute,
     RankRoute,
     ZeroGradients,
+    by_slot,
     outside_graph,
     require_grad_if_any,
     wants_gradient,
 )
 from trimtab.dispatch.transport import Handshake, Transport, layer_frame
 from trimtab.errors import DesyncError, InputError
-from trimtab.kernels.rows import static_by_default
+from trimtab.kernels.tensor_checks import static_by_default
 from trimtab.layout import experts_per_rank
 from trimtab.validation import check_sizes
 
 if TYPE_CHECKING:
-    from trimtab.dispatch.replication.plan import ReplicaPlan
-    from trimtab.dispatch.replication.planner import ReplicaPlanner
+    from trimtab.dispatch.replica_plan import ReplicaPlan
+    from trimtab.dispatch.replica_route import ReplicaPlanner
     from trimtab.guard.guard import Guard
 
 
@@ -99,7 +98,7 @@ class Dispatcher:
         self.replication: ReplicationConfig | None = None
         self._planner: ReplicaPlanner | None = None
         if replication is not None and transport is not None:
-            from trimtab.dispatch.replication.planner import ReplicaPlanner
+            from trimtab.dispatch.replica_route import ReplicaPlanner
 
             self.replication = replication
             self._planner = ReplicaPlanner(replication, num_experts, transport, etp, self._run)
@@ -233,9 +232,7 @@ class Dispatcher:
         self.calls += 1
         facts.compare(met, transport.rank, call, "count", given.weights)
         bad_P = [theirs[facts.BAD] for theirs in met.received]
-        if any(bad_P):
-            own = checks.bad_tokens(ids_TK, w_TK, self.num_experts)
-            checks.raise_if_bad(bad_P, self.num_experts, layer=self.layer, ranked=True, tokens=own)
+        checks.raise_if_bad(bad_P, ids_TK, w_TK, self.num_experts, layer=self.layer, ranked=True)
         return met
 
     def _route(self, transport: Transport, sort: RankSort, met: Handshake, call: CallId) -> RankRoute:

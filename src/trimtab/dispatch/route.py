@@ -13,21 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.autograd import not_in_graphs, once_differentiable
-from trimtab.dispatch.exchange import Direction, Exchange
-from trimtab.dispatch.handshake import agree_on_rows
+from trimtab.dispatch.exchange import Direction, Exchange, agree_on_rows
 from trimtab.dispatch.plan import RankPlan
 from trimtab.dispatch.transport import SplitSizes
 from trimtab.errors import InputError
 from trimtab.kernels.rows import Csr, combine_rows, csr_of, gather_rows
+
+if TYPE_CHECKING:
+    from trimtab.dispatch.replica_route import ReplicaRoute
 
 
 class LocalRoute:
@@ -217,3 +219,44 @@ class ZeroGradients(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         return dy, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.params)
+
+
+@dataclass(kw_only=True)
+class Dispatched:
+    """Input of a rank's experts, itself that of a small MoE layer, and the way home, of one layer call: any function
+    that returns each row's weighted sum fits in between. With combine="ordered" a row per kept slot.
+
+    x_MD: [M', D] in the tokens' dtype.
+    ids_MK: [M', K] int local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
+    weights_MK: [M', K] float32 (float64 for float64 tokens).
+    num_slots: how many ids are not -1, or how many at most, where the host knows it.
+    replicas: with replicated experts, the way of the weights; ids of replicas follow those of the rank's own experts.
+    """
+
+    x_MD: Tensor
+    ids_MK: Tensor
+    weights_MK: Tensor
+    num_slots: int | None
+    route: Route
+    sent: Tensor
+    slot_row_R: Tensor | None = None
+    replicas: ReplicaRoute | None = None
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """Options of `ExpertMLP.forward` beside the rows; `replicas` where there are such, which other experts lack."""
+        return {"num_slots": self.num_slots} | ({} if self.replicas is None else {"replicas": self.replicas})
+
+
+def by_slot(rows: Dispatched) -> Dispatched:
+    """One row per kept slot, which all come home."""
+    slots, csr = slots_of(rows.ids_MK, rows.num_slots)
+    row_R = slots.div(rows.ids_MK.shape[1], rounding_mode="floor")
+    beyond = torch.arange(slots.shape[0], device=slots.device) >= csr.indptr[-1]
+    return replace(
+        rows,
+        x_MD=DispatchSlots.apply(rows.x_MD, row_R, csr),  # type: ignore[no-untyped-call]
+        ids_MK=rows.ids_MK.reshape(-1).index_select(0, slots).masked_fill(beyond, -1)[:, None],
+        weights_MK=rows.weights_MK.reshape(-1).index_select(0, slots)[:, None],
+        slot_row_R=row_R,
+    )

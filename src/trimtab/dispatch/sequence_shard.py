@@ -37,28 +37,23 @@ def join_shards(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> 
     return torch.cat(shards, dim=1).view(layout.batch * layout.length, *x.shape[1:])
 
 
-class _Shard(Function):
+class _Moved(Function):
+    """`take_shard`, or `join_shards` if joined; the backward is the other one."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
-        ctx.layout, ctx.group = layout, group
-        return take_shard(x, layout, dist.get_rank(group))
+    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup, joined: bool) -> Tensor:
+        ctx.where = layout, group, joined
+        return _moved(x, layout, group, joined)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return join_shards(dy, ctx.layout, ctx.group), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        layout, group, joined = ctx.where
+        return _moved(dy, layout, group, not joined), None, None, None
 
 
-class _Unshard(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
-        ctx.layout, ctx.group = layout, group
-        return join_shards(x, layout, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return take_shard(dy, ctx.layout, dist.get_rank(ctx.group)), None, None
+def _moved(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup, joined: bool) -> Tensor:
+    return join_shards(x, layout, group) if joined else take_shard(x, layout, dist.get_rank(group))
 
 
 def shard(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
@@ -68,7 +63,7 @@ def shard(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor
         InputError: `x` or the group does not have the layout's size.
     """
     _check(x.shape[0], layout.batch * layout.length, layout, group)
-    out: Tensor = _Shard.apply(x, layout, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Moved.apply(x, layout, group, False)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -79,7 +74,7 @@ def unshard(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tens
         InputError: `x` or the group does not have the layout's size.
     """
     _check(x.shape[0], layout.tokens(dist.get_rank(group)), layout, group)
-    out: Tensor = _Unshard.apply(x, layout, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Moved.apply(x, layout, group, True)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -88,6 +83,5 @@ def _check(tokens: int, expected: int, layout: SequenceLayout, group: dist.Proce
         raise InputError(
             f"{tokens} tokens on a group of {dist.get_world_size(group)} ranks, but the layout has {expected} "
             f"tokens here and {layout.ranks} ranks",
-            rank=dist.get_rank(group),
-            phase="dispatch",
-        )
+            rank=dist.get_rank(group), phase="dispatch",
+        )  # fmt: skip

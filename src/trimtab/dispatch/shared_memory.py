@@ -6,8 +6,9 @@ Legend: T local tokens, P ranks, C columns of the message, M rows sent, M' rows 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from trimtab.dispatch.host_memory import LIMITS, SLOT_BYTES, HostMemory, Slot
 from trimtab.dispatch.over_group import OverGroup, refuse_without_values
 from trimtab.dispatch.transport import Handshake, SplitSizes
-from trimtab.errors import BackendError, TrimtabError
-from trimtab.guard.guard import Guard, Waiting, wait_for
+from trimtab.errors import BackendError, PeerLost, PhaseTimeout, TrimtabError
+from trimtab.guard.guard import WAIT_SLICE, Guard, Waiting
 from trimtab.guard.peers import timeout_of
 from trimtab.layout import align_up
 
@@ -169,6 +170,32 @@ class SharedMemory(OverGroup):
             "transports on all ranks",
             rank=self.rank, layer=place.layer if place else None, phase=place.phase if place else None,
         )  # fmt: skip
+
+
+def wait_for(work: Waiting, guard: Guard | None, timeout: float) -> None:
+    """Wait with the guard, or without one until `timeout` seconds have passed. Ranks are named if `work` names them:
+    `gone`, and `missing`.
+
+    Raises:
+        PeerLost: it failed. PhaseTimeout: it took longer. With a guard what `Guard.wait` does.
+    """
+    if guard is not None and guard.gloo:
+        guard.wait(work)
+        return
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            work.wait(WAIT_SLICE)
+            return
+        except RuntimeError as error:
+            missing = tuple(getattr(work, "missing", ()))
+            if work.is_completed():
+                with suppress(RuntimeError):  # it may have come just after the slice
+                    work.wait(WAIT_SLICE)
+                    return
+                raise PeerLost(f"{error}", ranks=getattr(work, "gone", missing)) from None
+            if time.monotonic() > end:
+                raise PhaseTimeout(f"{error} within {timeout:g} s", ranks=missing) from None
 
 
 def _layout(like: Sequence[Tensor], rows: int) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trimtab.doctor.findings import Finding
+from trimtab.doctor import Finding
 from trimtab.errors import BackendError
 from trimtab.kernels.choose import BACKENDS, get_backend
 from trimtab.kernels.compiled import CompiledKernels
@@ -51,20 +51,15 @@ class Tried:
 
 
 def process_groups() -> list[Finding]:
-    """Findings about this build's process groups."""
-    return judge_groups(dist.is_gloo_available(), dist.is_nccl_available(), torch.cuda.device_count())
-
-
-def judge_groups(gloo: bool, nccl: bool, gpus: int) -> list[Finding]:
-    """Findings about a build of torch with these backends on a host with that many GPUs."""
-    found = [Finding("ok", "gloo", "process groups of CPU tensors")]
-    if not gloo:
+    """Findings about this build's process groups, on this host's GPUs."""
+    found, gpus = [Finding("ok", "gloo", "process groups of CPU tensors")], torch.cuda.device_count()
+    if not dist.is_gloo_available():
         what = "this torch has no Gloo, so ranks cannot exchange CPU tensors"
         do = "install an official wheel of torch, or build it with USE_DISTRIBUTED=1 USE_GLOO=1"
         found = [Finding("broken", "gloo", what, do)]
     if not gpus:
         return [*found, Finding("note", "nccl", "cannot run here: torch sees no GPU")]
-    if nccl:
+    if dist.is_nccl_available():
         return [*found, Finding("ok", "nccl", f"process groups of tensors on {gpus} GPU(s)")]
     what = "GPUs are here, but this torch has no NCCL for them"
     return [*found, Finding("broken", "nccl", what, "install a CUDA wheel of torch")]
@@ -73,13 +68,11 @@ def judge_groups(gloo: bool, nccl: bool, gpus: int) -> list[Finding]:
 def kernels() -> list[Finding]:
     """One finding for each set of kernels on the CPU and on one GPU: self-tested in every dtype."""
     devices = [torch.device("cpu"), torch.device("cuda", 0)][: 1 + torch.cuda.is_available()]
-    return [judge_kernels(name, device, try_kernels(name, device)) for device in devices for name in BACKENDS]
-
-
-def try_kernels(name: str, device: torch.device) -> list[Tried]:
-    """Self-test one set of kernels in every dtype."""
-    chosen = get_backend("auto", device).name == name
-    return [_try(name, device, dtype, chosen) for dtype in DTYPES]
+    return [
+        judge_kernels(name, device, [_try(name, device, dtype) for dtype in DTYPES])
+        for device in devices
+        for name in BACKENDS
+    ]
 
 
 def judge_kernels(name: str, device: torch.device, tried: Sequence[Tried]) -> Finding:
@@ -101,8 +94,8 @@ def judge_kernels(name: str, device: torch.device, tried: Sequence[Tried]) -> Fi
     return Finding("broken" if needed else "warn", where, "\n".join(lines), WRONG)
 
 
-def _try(name: str, device: torch.device, dtype: torch.dtype, chosen: bool) -> Tried:
-    short = str(dtype).removeprefix("torch.")
+def _try(name: str, device: torch.device, dtype: torch.dtype) -> Tried:
+    short, chosen = str(dtype).removeprefix("torch."), get_backend("auto", device).name == name
     try:
         kernels = get_backend(name, device)
         computed = kernels.compute_dtype(dtype)

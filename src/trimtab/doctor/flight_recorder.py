@@ -1,7 +1,8 @@
-"""Reading PyTorch's Flight Recorder: what each rank asked of its process groups, and what of it is done.
+"""PyTorch's Flight Recorder: what each rank asked of its process groups and what of it is done, written and read.
 
-A dump is a pickle or JSON of {version, pg_config, entries: [...]}, one file per rank: NCCL writes it when its watchdog
-times out, `trimtab.doctor.flight_recorder_dump` on a signal and on any backend. JSON dumps have no stack frames.
+A dump is a pickle or JSON of {version, pg_config, entries: [...]}, one file per rank. NCCL writes its own when its
+watchdog times out; Gloo records, in torch 2.13 or a build with CUDA, and writes nothing by itself: `dump_on_signal`
+does, on any backend. JSON dumps have no stack frames.
 
 A pickle can run any code while it is read, as torch's own `torch.distributed.flight_recorder` reads it: only builtin
 containers and numbers are let through.
@@ -13,14 +14,20 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import re
-from collections.abc import Sequence
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from trimtab.errors import InputError
+from trimtab.atomic_write import whole
+from trimtab.errors import BackendError, InputError
 
 
 class Frame(NamedTuple):
@@ -70,7 +77,7 @@ class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> NoReturn:
         raise InputError(
             f"it asks for {module}.{name}, and reading it in full would run that. Make the dump again with torch "
-            "itself, or with trimtab.doctor.flight_recorder_dump, and do not unpickle this one"
+            "itself, or with trimtab.doctor.flight_recorder, and do not unpickle this one"
         )
 
 
@@ -133,3 +140,63 @@ def _ranks(group: dict[str, Any] | list[int]) -> tuple[int, ...]:
     """The ranks of a group, written as a list or as the text of one."""
     ranks = group["ranks"] if isinstance(group, dict) else group
     return tuple(int(rank) for rank in (re.findall(r"\d+", ranks) if isinstance(ranks, str) else ranks))
+
+
+def dump(folder: str | os.PathLike[str], rank: int | None = None) -> Path:
+    """Write this process's dump to `folder`/trimtab_trace_rank_N and return its path. No communication.
+
+    Args:
+        rank: N; by default the environment's RANK, or 0.
+
+    Raises:
+        BackendError: this torch has no recorder.
+    """
+    record = _recorder()
+    path = Path(folder) / f"trimtab_trace_rank_{os.environ.get('RANK', '0') if rank is None else rank}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as unfinished:
+        unfinished.write_bytes(record())
+    return path
+
+
+def _recorder() -> Callable[[], bytes]:
+    """torch's function that gives the dump. Dumps are read without torch."""
+    import torch
+
+    c10d = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_nccl_trace", "_dump_fr_trace") if torch.cuda.is_available() else ("_dump_fr_trace",):
+        if (record := getattr(c10d, name, None)) is not None:
+            return record  # type: ignore[no-any-return]
+    raise BackendError(
+        f"torch {torch.__version__} has no Flight Recorder that can be read here: take torch 2.13, or a build with CUDA"
+    )
+
+
+def dump_on_signal(folder: str | os.PathLike[str], number: int = signal.SIGUSR2, rank: int | None = None) -> None:
+    """From now on `kill -USR2 PID` writes a dump to `folder`, whatever the main thread does. Call it in that thread.
+
+    Python runs signal handlers between two of its own instructions, which a thread stuck in a collective never
+    reaches; the wake-up pipe is written at once, and a thread waits at its other end. A dump that cannot be written is
+    said on stderr, and the next signal tries again.
+
+    Raises:
+        BackendError: this torch has no recorder.
+    """
+    _recorder()
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.signal(number, lambda *_: None)
+    before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+
+    def watch(kept: socket.socket) -> None:
+        while data := ours.recv(64):
+            if before >= 0:
+                os.write(before, data)  # whoever listened before hears it too
+            if number in data:
+                try:
+                    dump(folder, rank)
+                except OSError as error:
+                    print(f"trimtab: no Flight Recorder dump in {folder}: {error}", file=sys.stderr, flush=True)
+        kept.close()
+
+    threading.Thread(target=watch, args=(theirs,), name="trimtab flight recorder", daemon=True).start()

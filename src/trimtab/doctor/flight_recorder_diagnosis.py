@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from trimtab.dispatch import LAYER_FILE
-from trimtab.doctor.findings import Finding
+from trimtab.doctor import Finding
 from trimtab.doctor.flight_recorder import Entry, Frame, Trace
 
 ABSENT = (
@@ -212,7 +212,7 @@ def stage_of(entry: Entry) -> Stage:
     def called(where: str) -> set[str]:
         return {name for file, name in calls if file.startswith(where)}
 
-    names, maps, replication = map(called, ("dispatch/", "dispatch/route.py", "dispatch/replication/"))
+    names, maps, replication = map(called, ("dispatch/", "dispatch/route.py", "dispatch/replica_route.py"))
     # Of our own functions: below a forward that is computed again lies torch's backward.
     backward, checked = "backward" in names, "handshake" in names
     out, home = "dispatch" in maps, bool(maps & {"combine", "combine_slots"})

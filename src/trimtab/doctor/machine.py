@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from trimtab import __version__
-from trimtab.doctor.findings import Finding
+from trimtab.doctor import Finding
 from trimtab.errors import first_line
 from trimtab.guard.peers import process_state, start_of
 from trimtab.guard.record import Place

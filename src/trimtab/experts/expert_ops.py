@@ -23,7 +23,7 @@ from trimtab.kernels.choose import kernels_of
 from trimtab.operators import operator
 
 if TYPE_CHECKING:
-    from trimtab.experts.mlp_pass import Pass
+    from trimtab.experts.passes import Pass
 
 READS = (
     "Tensor x, Tensor w, Tensor[] up, Tensor[] down, Tensor[] plan, Tensor? seed, str activation, str up_form, "
@@ -37,19 +37,37 @@ def pass_of(
     word: str, up_form: str, down_form: str, kernels: str,
 ) -> Pass:  # fmt: skip
     """From what all three operators read. What computes is loaded when it does."""
-    from trimtab.experts.mlp_pass import Pass
+    from trimtab.experts.passes import Pass
 
     of = GroupedWeight.of
     chosen = kernels_of(kernels, x.device, x.dtype)
     return Pass(x, w, of(up, up_form), of(down, down_form), word, ExpertPlan(*plan), chosen, seed)
 
 
-def _forward(*args: Any) -> list[Tensor]:
-    from trimtab.experts.backends import run_forward
+def backend_of(p: Pass, later: bool = False) -> Any:
+    """The module that computes it: the first that covers it. later: weight gradients come in a call of their own."""
+    if p.kernels.name == "cpu":
+        from trimtab.experts import on_cpu
 
+        if on_cpu.covers(p):
+            return on_cpu
+    if p.kernels.name == "triton" and not later:
+        from trimtab.experts import on_triton
+
+        if on_triton.covers(p):
+            return on_triton
+    from trimtab.experts import passes
+
+    return passes
+
+
+def _forward(*args: Any) -> list[Tensor]:
     *reads, keep = args
+    p = pass_of(*reads)
     with without_autocast():
-        return run_forward(pass_of(*reads), keep)
+        u = p.keep_u() if keep and (p.up.lora or p.down.lora) else []
+        y, pre = backend_of(p).forward(p, keep)
+    return [y, pre, *u] if keep else [y]
 
 
 def _forward_fake(x: Tensor, w: Tensor, up: Sequence[Tensor], down: Any, plan: Any, *rest: Any) -> list[Tensor]:
@@ -65,18 +83,18 @@ def _forward_fake(x: Tensor, w: Tensor, up: Sequence[Tensor], down: Any, plan: A
 def _backward(
     dy: Tensor, kept: Sequence[Tensor], out: Any, wanted: Any, adds: Any, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from trimtab.experts.backends import run_backward
-
     *reads, need_x, later = args
     p = pass_of(*reads)
-    nothing = p.x.new_empty(0)
-    d_pre = p.kernels.empty_like(kept[0]) if later else None
+    pre, *u = kept
+    p.u = p.placed(u)
+    d_pre = p.kernels.empty_like(pre) if later else None
     if later:
         p.v = p.placed(out)
     else:
         p.write_to(out, wanted, adds)
     with without_autocast():
-        dx, dw = run_backward(p, dy, kept, need_x, d_pre)
+        dx, dw = backend_of(p, later).backward(p, dy, pre, need_x, d_pre)
+    nothing = dw.new_empty(0) if dx is None or d_pre is None else dw
     return nothing if dx is None else dx, dw, nothing if d_pre is None else d_pre
 
 
@@ -89,11 +107,12 @@ def _backward_fake(
 
 
 def _gradients(dy: Tensor, kept: Sequence[Tensor], out: Any, wanted: Any, adds: Any, *reads: Any) -> None:
-    from trimtab.experts.backends import run_gradients
-
     p = pass_of(*reads)
+    pre, *thin = kept
+    count = len(thin) // 2  # u, then d_pre, then v
+    p.u, p.v = p.placed(thin[:count]), p.placed(thin[count + 1 :])
     p.write_to(out, wanted, adds)
-    run_gradients(p, dy, kept)
+    backend_of(p, later=True).gradients(p, dy, pre, thin[count])
 
 
 def _forward_flops(x: Any, w: Any, up: Any, down: Any, plan: Any, *rest: Any, **kwargs: Any) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
+from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.experts.weight_grad import MODES, DelayedGradients, MainGradMode
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.tensor_checks import unsupported_dtype
@@ -77,7 +78,19 @@ class GroupedModule(nn.Module):
         self.adapters[name] = ExpertAdapter({own: self.stands_for(own) for own in weights}, self._device(), **options)
         self.active_adapters = (name,)
 
-    def _refuse_codes(self, params: Iterable[Tensor | None]) -> None:
+    def _lora(self) -> Mapping[str, LoraFactors | None]:
+        """The sum of the active adapters' factors."""
+        from trimtab.experts.lora import factors_of, in_use
+
+        adapters = in_use(self)
+        return factors_of(self, adapters, [dict(adapter.named_parameters()) for adapter in adapters])
+
+    def _adapted(self, name: str, weight: GroupedWeight) -> GroupedWeight:
+        """The weight of this name with the active adapters' factors."""
+        weight.lora = self._lora()[name] if self.active_adapters else None
+        return weight
+
+    def _refuse_unsupported(self, params: Iterable[Tensor | None]) -> None:
         """Raises:
         ConfigError: a parameter was cast to a dtype that is not computed with, or wraps other tensors.
         """
@@ -85,7 +98,7 @@ class GroupedModule(nn.Module):
             if param is not None and (held := unsupported_dtype(param)):
                 raise ConfigError(
                     f"{type(self).__name__} has a parameter of {tuple(param.shape)} in {held}: keep parameters in "
-                    f"{VALUES}, as plain tensors; a recipe of trimtab.experts.recipes quantises what is multiplied",
+                    f"{VALUES}, as plain tensors; a recipe of trimtab.experts.recipes rounds what is multiplied",
                     phase="experts",
                 )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable, without_autocast
-from trimtab.experts.grad_sink import Gradients, GradSink, kinds_of
+from trimtab.experts.activations import activate
 from trimtab.experts.lora import filled, seed_of
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.product import Product
@@ -31,9 +31,19 @@ from trimtab.experts.product_ops import (
     run_forward,
     run_gradients,
 )
-from trimtab.experts.sink import Sink
+from trimtab.experts.segments import FromExperts
 from trimtab.experts.weight import GroupedWeight
-from trimtab.experts.weight_grad import anchor
+from trimtab.experts.weight_grad import (
+    ORDINARY,
+    Defer,
+    Gradients,
+    GradSink,
+    Sink,
+    WgradJob,
+    anchor,
+    kinds_of,
+    unchanged,
+)
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
 from trimtab.kernels.rows import combine_rows, gather_padded
@@ -41,7 +51,7 @@ from trimtab.kernels.rows import combine_rows, gather_padded
 if TYPE_CHECKING:
     from trimtab.experts.low_precision import LowPrecisionProducts
 
-ORDINARY = GradSink()
+RowFunction = Callable[[Tensor], Tensor]
 
 
 def grouped_product(
@@ -137,7 +147,7 @@ class Call:
 
 
 def _forward(ctx: Any, *given: Any) -> Tensor:
-    """What is saved is the parameters, not their copies in x's dtype: others may want the memory (FSDP2).
+    """What is saved is the parameters, not what was made of them in x's dtype: others may want the memory (FSDP2).
 
     given: the call, x, offsets_e, the seed and the tensors; see `mlp._forward`."""
     call, x, offsets_e, seed, *inputs = given
@@ -174,8 +184,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         p = call.product(tensors, seed, d)
         p.u = of_u
         made = run_back(p, d, need_x, need_v)
-        job = _quantized(call, p, kept, d, made[-1] if need_v else None, tensors, wanted)
-        reads: list[Tensor] = []  # it reads copies
+        job = _encoded(call, p, kept, d, made[-1] if need_v else None, tensors, wanted)
+        reads: list[Tensor] = []  # it reads none of them
     else:
         weight = (list(tensors), offsets_e, seed, call.form, call.kernels)
         made = product_back_op(d, *weight, need_x, need_v) if need_x or need_v else []
@@ -198,11 +208,11 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return None, dx, None, None, *found
 
 
-def _quantized(
+def _encoded(
     call: Call, p: Product, kept: Sequence[Tensor], d: Tensor, v: Tensor | None, tensors: Sequence[Tensor],
     wanted: Sequence[bool],
 ) -> Callable[[Callable[[Gradients], Any]], Any]:  # fmt: skip
-    """The parameters' gradients of operands that are quantized now, also where the products come later: scales belong
+    """The parameters' gradients of operands that are encoded now, also where the products come later: scales belong
     to this step."""
     p.waits, p.sink = [], Sink(wanted)
     rows = tuple(kept) if not call.adapted or not kept else call.rows(kept[0])
@@ -233,3 +243,43 @@ class _WithState(Function):
 
     forward = staticmethod(_forward)
     backward = staticmethod(eager_backward(_backward))
+
+
+def by_products(
+    x_MD: Tensor, w_MK: Tensor, plan: ExpertPlan, up: GroupedWeight, down: GroupedWeight,
+    activation: str | RowFunction, norm: RowFunction | None, kernels: Backend | str, sink: GradSink,
+    low_precision: tuple[LowPrecisionProducts, LowPrecisionProducts] | None,
+) -> Tensor:  # fmt: skip
+    """As `expert_mlp`. The functions run under the autocast of the caller, on all expert rows at once."""
+    low_up, low_down = low_precision or (None, None)
+    together = None if sink.defer is None else DelayedTogether(sink.defer)
+    each: dict[str, Any] = {"kernels": kernels, "sink": GradSink(sink.main_grad, together)}
+    pre_RI = grouped_product(x_MD, up, plan.offsets_e, plan=plan, low_precision=low_up, name="up", **each)
+    h_RF = activation(pre_RI) if callable(activation) else activate(pre_RI, activation)
+    if low_down is not None:  # what a function makes of padding must not take part in a scale
+        h_RF = h_RF.masked_fill(plan.slot_R[:, None] < 0, 0)
+    h_RF = h_RF.to(x_MD.dtype)
+    out_RD = grouped_product(h_RF, down, plan.offsets_e, low_precision=low_down, name="down", **each)
+    y: Tensor = forward_of(FromExperts, out_RD if norm is None else norm(out_RD), w_MK, plan)
+    if together is not None and y.requires_grad:
+        y.register_hook(together.begin)  # type: ignore[no-untyped-call]
+    return y
+
+
+class DelayedTogether:
+    """One job of what several functions of one call leave in a backward.
+
+    Args:
+        defer: takes it.
+    """
+
+    def __init__(self, defer: Defer) -> None:
+        self._defer, self._jobs = defer, list[WgradJob]()
+
+    def begin(self, dy: Tensor) -> None:
+        """Called with the gradient of the call's result, before any of its functions."""
+        jobs = self._jobs = []
+        self._defer(lambda: [found for job in jobs for found in job()], ())
+
+    def __call__(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
+        self._jobs.append(unchanged(job, reads))

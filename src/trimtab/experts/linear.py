@@ -21,14 +21,12 @@ from torch import Tensor, nn
 
 from trimtab.autograd import computed_in, forward_of, not_in_graphs, refuse_transforms
 from trimtab.errors import InputError
-from trimtab.experts.expert_rows import ToExperts
-from trimtab.experts.grad_sink import GradSink
-from trimtab.experts.group_sizes import GroupSizes, offsets_of
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.grouped_product import grouped_product
 from trimtab.experts.plan import ExpertPlan, plan_experts
+from trimtab.experts.segments import GroupSizes, ToExperts, offsets_of
 from trimtab.experts.weight import GroupedWeight
-from trimtab.experts.weight_grad import MainGradMode
+from trimtab.experts.weight_grad import GradSink, MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.tensor_checks import dense, described
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_values
@@ -137,7 +135,7 @@ class GroupedLinear(GroupedModule):
         if not legal or not holds_values(x_RD.dtype):
             wanted = f"floating [R, {self.in_features}], dense, in {VALUES}"
             raise InputError(f"x must be {wanted}, got {described(x_RD)}", phase="experts")
-        self._refuse_codes((*self.weights, *self.biases))
+        self._refuse_unsupported((*self.weights, *self.biases))
         refuse_transforms("GroupedLinear")
         where, dtype = self._device(), computed_in(self.weights[0])
         if x_RD.device != where:
@@ -151,14 +149,8 @@ class GroupedLinear(GroupedModule):
         return y_RB.to(x_RD.dtype)
 
     def grouped_weight(self) -> GroupedWeight:
-        """The parameters as they are now, the active adapters' included."""
-        lora = None
-        if self.active_adapters:
-            from trimtab.experts.lora import factors_of, in_use
-
-            adapters = in_use(self)
-            lora = factors_of(self, adapters, [dict(adapter.named_parameters()) for adapter in adapters])["weight"]
-        return GroupedWeight(values=self.weights, biases=self.biases, lora=lora)
+        """The parameters as they are now, with what is added to the weight."""
+        return self._adapted("weight", GroupedWeight(values=self.weights, biases=self.biases))
 
     @property
     def adaptable(self) -> tuple[str, ...]:
@@ -239,6 +231,6 @@ def convert_state(state: MutableMapping[str, Any], prefix: str, name: str, num_g
 
 
 def _aligned(offsets_e: Tensor, rows: int, alignment: int) -> ExpertPlan:
-    """A plan that copies `rows` rows, segments at `offsets_e`, into aligned segments."""
+    """A plan that moves `rows` rows, segments at `offsets_e`, into aligned segments."""
     group_R = torch.searchsorted(offsets_e[1:], torch.arange(rows, device=offsets_e.device), right=True)
     return plan_experts(group_R[:, None], offsets_e.shape[0] - 1, alignment=alignment)

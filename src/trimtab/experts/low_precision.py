@@ -1,25 +1,33 @@
-"""A recipe at work: the three products of one weight in one call, emulated in low precision or on its hardware.
+"""A recipe at work: the three products of one weight in one call, emulated in low precision or on its hardware; and the
+expert MLP's pass by them, which is in no operator.
 
     forward   y[segment i]  = Q(x[segment i]) Q(w[i]) + b[i]          zero behind the last segment
     dgrad     dx[segment i] = Q(dy[segment i]) Q(w[i])^T              zero behind the last segment
     wgrad     dw[i]         = Q(x[segment i])^T Q(dy[segment i])      of operands that `keep` made earlier
 
-Q is the recipe's quantization of each operand along the axis that its product contracts.
+Q rounds each operand to the recipe's format along the axis that its product contracts.
 
-Legend: S rows in aligned segments, e experts, A in features, B out features, C either width, N the other.
+Legend: S rows in aligned segments, e experts, A in features, B out features, C either width, N the other, M rows, K
+slots per row, D model dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trimtab.autograd import without_autocast
+from trimtab.experts import passes
+from trimtab.experts.passes import Pass
+from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.product_ops import product_gradients_op, product_op
 from trimtab.experts.recipes.base import Along, Operands, Role
 from trimtab.experts.recipes.hardware import Engine
+from trimtab.experts.weight import GroupedWeight
 from trimtab.kernels.api import Backend, put
 from trimtab.kernels.choose import name_of
 from trimtab.layout import align_up
@@ -51,10 +59,10 @@ class LowPrecisionProducts:
         return self._product(dy_SB, w_eAB, "gradient")
 
     def keep(self, rows_SC: Tensor, role: Role) -> Kept:
-        """An operand of `wgrad`: quantized now, multiplied whenever it is wanted."""
+        """An operand of `wgrad`: encoded now, multiplied whenever it is wanted."""
         if self.engine is None:
             return (self._rows(rows_SC, role, "column"),)
-        q = self.call.quantize(self._filled(rows_SC), self.offsets_e, role, "column")
+        q = self.call.encode(self._filled(rows_SC), self.offsets_e, role, "column")
         return self.engine.columns(q, self.offsets_e)
 
     def wgrad(self, x: Kept, dy: Kept, out: Sequence[Tensor], adds: Sequence[bool], stacked: bool) -> None:
@@ -83,8 +91,8 @@ class LowPrecisionProducts:
             form = f"0 {len(biases)} {int(not turned)} "
             y: Tensor = product_op(rows, [w, *biases], self.offsets_e, None, form, self.name, False)[0]
             return y.to(rows_SC.dtype)
-        q = self.call.quantize(self._filled(rows_SC), self.offsets_e, role, "row")
-        w_q = self.call.quantize(w_eAB, None, "weight", along)
+        q = self.call.encode(self._filled(rows_SC), self.offsets_e, role, "row")
+        w_q = self.call.encode(w_eAB, None, "weight", along)
         return self.engine.rows(q, w_q, turned, self.offsets_e)[: rows_SC.shape[0]].to(rows_SC.dtype)
 
     def _rows(self, rows_SC: Tensor, role: Role, along: Along) -> Tensor:
@@ -95,3 +103,52 @@ class LowPrecisionProducts:
         assert self.engine is not None
         whole = align_up(max(rows_SC.shape[0], 1), self.engine.alignment)  # no kernel is called with no rows
         return pad(rows_SC, (0, 0, 0, whole - rows_SC.shape[0]))
+
+
+def pass_of(
+    call: Any, x: Tensor, w: Tensor, tensors: Sequence[Tensor], plan: Sequence[Tensor], seed: Tensor | None
+) -> Pass:
+    """From what autograd saved. call: `mlp.Call`."""
+    assert call.kernels is not None
+    up = GroupedWeight.of(tensors[: call.first], call.up_form)
+    down = GroupedWeight.of(tensors[call.first : call.count], call.down_form)
+    return Pass(x, w, up, down, call.word, ExpertPlan(*plan), call.kernels, seed, call.low_precision)
+
+
+def recipe_forward(call: Any, x: Tensor, w: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As `expert_ops.experts_op`."""
+    p = pass_of(call, x, w, tensors, call.plan, call.seed)
+    with without_autocast():
+        u = p.keep_u() if call.keep else []
+        y, pre = passes.forward(p, call.keep)
+    return [y] if pre is None else [y, pre, *u]
+
+
+def recipe_backward(
+    call: Any, dy: Tensor, kept: Sequence[Tensor], reads: tuple[Any, ...], needs: Sequence[bool], need_x: bool
+) -> tuple[Tensor | None, Tensor, Sequence[Tensor | None]]:
+    """dx, dw, and what autograd gets for each tensor. Operands are encoded now, also where they are multiplied later.
+
+    reads: what `pass_of` takes.
+    """
+    p, (_, _, tensors, *_) = pass_of(call, *reads), reads
+    defer, owned, p.u = call.sink.defer, call.owned or tensors, p.placed(kept[1:])
+    if defer is None:
+        grads = call.gradients(owned, needs)
+        p.write_to(*grads.buffers())
+        dx, dw = passes.backward(p, dy, kept[0], need_x, None)
+        return dx, dw, grads.close()
+    jobs = p.waits = []
+    p.wants(call.trained)
+    dx, dw = passes.backward(p, dy, kept[0], need_x, None)
+
+    def job() -> list[tuple[Tensor, Tensor]]:
+        grads = call.gradients(owned, call.trained)
+        p.write_to(*grads.buffers())
+        while jobs:
+            jobs.pop(0)()
+        found: list[tuple[Tensor, Tensor]] = grads.deliver()
+        return found
+
+    defer(job, ())  # it reads none of them
+    return dx, dw, [None] * len(needs)

@@ -24,7 +24,7 @@ def blocks_of(
     low_precision: bool = False, together: int = TOGETHER, at_once_rows: int = AT_ONCE,
 ) -> Iterator[Block]:  # fmt: skip
     """The blocks that rows and weights are worked on in, the same in the forward and in the backward: whole under a
-    recipe, one group each where a weight is codes or lies in a tensor for each group."""
+    recipe, one group each where a weight has a format of its own or lies in a tensor for each group."""
     if low_precision:
         return kernels.blocks(offsets_e, rows, rows + 1)
     if any(weight.format or not weight.stacked for weight in weights):

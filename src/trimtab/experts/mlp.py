@@ -1,8 +1,8 @@
 """The expert MLPs of one rank, differentiable: y = sum over a row's experts of w * down(activation(up(x))).
 
-Saved for the backward: the rows, the routing weights, the pre-activations [R, I], and scale * x a^T [R, r] of each
-adapter. Gathered rows and activations are computed again. A function of one's own between the products, or a norm
-behind them, keeps its rows: it runs under autograd, between two products that are functions of their own.
+Saved for the backward: the rows, the routing weights, the pre-activations [R, I], and `Product.u`. Gathered rows and
+activations are computed again. A function of one's own between the products, or a norm behind them, keeps its rows: it
+runs under autograd, between two products that are functions of their own.
 
 Legend: M rows, K slots per row, R expert rows, e local experts, D model dim, I width of the pre-activations.
 """
@@ -20,10 +20,9 @@ from torch.autograd.function import Function
 from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_ops import experts_backward_op, experts_gradients_op, experts_op
-from trimtab.experts.grad_sink import Gradients, GradSink, kinds_of
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight import GroupedWeight
-from trimtab.experts.weight_grad import Defer, anchor
+from trimtab.experts.weight_grad import ORDINARY, Defer, Gradients, GradSink, anchor, kinds_of
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 RowFunction = Callable[[Tensor], Tensor]
 """Row by row, differentiable, for any number of rows including none."""
-ORDINARY = GradSink()
 
 
 def expert_mlp(
@@ -66,17 +64,17 @@ def expert_mlp(
     Every parameter gets a gradient of its full shape, zeros where no token came. Differentiating twice raises.
 
     Raises:
-        ConfigError: codes with `transposed`, or a recipe with it; up and down of different numbers of experts.
+        ConfigError: a recipe, or a format of their own, with `transposed`; up and down of different numbers of experts.
     """
     if (up.transposed or down.transposed) and (low_precision is not None or up.format or down.format):
-        raise ConfigError("a recipe takes no transposed weights, and codes lie [e, out, in]")
+        raise ConfigError("a recipe takes no transposed weights, and those of a format of their own lie [e, out, in]")
     apart = max(len(up.values), len(down.values)) > 1
     if up.groups != down.groups or (apart and any(len(of.values) > 1 and of.stacked for of in (up, down))):
         raise ConfigError("up and down: one tensor of all experts, or one [out, in] of each", phase="experts")
     dtype = up.computed_in
     w = w_MK if w_MK.dtype is torch.float32 else w_MK.to(torch.promote_types(w_MK.dtype, torch.float32))
     if callable(activation) or norm is not None:
-        from trimtab.experts.own_functions import by_products
+        from trimtab.experts.grouped_product import by_products
 
         y: Tensor = by_products(x_MD.to(dtype), w, plan, up, down, activation, norm, kernels, sink, low_precision)
         return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
@@ -158,7 +156,7 @@ def _forward(ctx: Any, *given: Any) -> Tensor:
     if call.low_precision is None:
         y, *kept = experts_op(*call.reads(x, w_MK, tensors, call.plan, call.seed), call.keep)
     else:
-        from trimtab.experts.recipe_pass import recipe_forward
+        from trimtab.experts.low_precision import recipe_forward
 
         y, *kept = recipe_forward(call, x, w_MK, tensors)
     ctx.call = call
@@ -175,7 +173,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     found: Sequence[Tensor | None] = [None] * len(needs)
     defer = call.sink.defer
     if call.low_precision is not None:
-        from trimtab.experts.recipe_pass import recipe_backward
+        from trimtab.experts.low_precision import recipe_backward
 
         dx, dw, found = recipe_backward(call, dy, kept, (x, w_MK, tensors, plan, seed), needs, need_x)
     elif defer is None:

@@ -6,7 +6,7 @@ Legend: M rows, K slots per row, E experts, D model dim, F hidden dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from trimtab.autograd import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.activations import ACTIVATIONS, activation_of
-from trimtab.experts.grad_sink import GradSink
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts, plan_for
-from trimtab.experts.weight import GroupedWeight, LoraFactors, Weights
-from trimtab.experts.weight_grad import MainGradMode
+from trimtab.experts.weight import GroupedWeight, Weights
+from trimtab.experts.weight_grad import GradSink, MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.tensor_checks import dense, described
 from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, holds_values, is_whole
@@ -151,13 +150,6 @@ class ExpertMLP(GroupedModule):
 
         return read(self._up), read("down")
 
-    def _lora(self) -> Mapping[str, LoraFactors | None]:
-        """The sum of the active adapters' factors."""
-        from trimtab.experts.lora import factors_of, in_use
-
-        adapters = in_use(self)
-        return factors_of(self, adapters, [dict(adapter.named_parameters()) for adapter in adapters])
-
     @property
     def adaptable(self) -> tuple[str, ...]:
         """The weights that may have adapters."""
@@ -243,7 +235,7 @@ class ExpertMLP(GroupedModule):
             )
         up, down = weights
         for weight in weights:
-            self._refuse_codes(weight.biases if weight.format else (*weight.values, *weight.biases))
+            self._refuse_unsupported(weight.biases if weight.format else (*weight.values, *weight.biases))
         refuse_transforms(type(self).__name__)
         kernels = kernels_for(self.kernels, x_MD.device, up.computed_in)
         in_graph = isinstance(kernels, str)  # where it may be a symbol

@@ -19,7 +19,7 @@ from trimtab.errors import InputError
 from trimtab.experts.activations import ClampedSwiGLU, activation_of
 from trimtab.experts.lora import experts_first
 from trimtab.experts.matrix import cast, joined, with_rows
-from trimtab.experts.mlp_pass import Pass
+from trimtab.experts.passes import Pass
 from trimtab.kernels.api import put
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
 from trimtab.kernels.tensor_checks import in_clean_thread
@@ -32,7 +32,8 @@ NAMES = ("up", "down")
 
 def covers(p: Pass) -> bool:
     """Whether the C++ kernels compute this call."""
-    up, down, adapted = p.up, p.down, p.adapted
+    up, down = p.up, p.down
+    adapted = up.lora is not None or down.lora is not None
     if not isinstance(p.kernels, CompiledKernels) or _known(p.word) is None or p.x.dtype not in TYPES:
         return False
     if up.format != down.format or up.format not in ("", *CODES) or len(up.biases) != len(down.biases):
@@ -74,8 +75,8 @@ def forward(p: Pass, keep: bool) -> tuple[Tensor, Tensor | None]:
     fields = _fields(p, x) | _weights(p, x)
     pre = kernels.empty(fields["R"], p.up.outs, dtype=x.dtype) if keep else None
     y = kernels.empty(*x.shape, dtype=x.dtype)
-    if p.adapted:
-        fields |= _adapters(p, x.dtype if p.up.format else fields["up"].dtype)
+    if p.up.lora or p.down.lora:
+        fields |= _thin(p, x.dtype if p.up.format else fields["up"].dtype)
     kernels.forward(fields | {"pre": pre, "y": y})
     return y, pre
 
@@ -89,11 +90,12 @@ def backward(p: Pass, dy: Tensor, pre: Tensor, need_x: bool, d_pre: Tensor | Non
     dx = kernels.empty(*x.shape, dtype=x.dtype) if need_x else None
     dw = torch.zeros(p.w.shape, dtype=torch.float32, device="cpu")
     fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "dx": dx, "dw": dw, "d_pre": d_pre}
-    if p.adapted:
-        fields |= _adapters(p, x.dtype if p.up.format else fields["up"].dtype) | _thin_gradients(p, fields["R"])
+    if p.up.lora or p.down.lora:
+        fields |= _thin(p, x.dtype if p.up.format else fields["up"].dtype, fields["R"])
     later = _written(p, fields) if d_pre is None else []
     kernels.backward(fields)
-    _put(later)
+    for written in later:
+        put(*written)
     return dx, dw.to(p.w.dtype)
 
 
@@ -102,11 +104,12 @@ def gradients(p: Pass, dy: Tensor, pre: Tensor, d_pre: Tensor) -> None:
     x = p.x.contiguous()
     fields = _fields(p, x)
     fields |= {"pre": pre.contiguous(), "dy": dy.to(x.dtype).contiguous(), "d_pre": d_pre}
-    if p.adapted:
-        fields |= _thin_numbers(p) | _thin_gradients(p, fields["R"])
+    if p.up.lora or p.down.lora:
+        fields |= _thin(p, rows=fields["R"])
     later = _written(p, fields)
     _kernels(p).weight_gradients(fields)
-    _put(later)
+    for written in later:
+        put(*written)
 
 
 def _kernels(p: Pass) -> CompiledKernels:
@@ -167,42 +170,27 @@ def _weights(p: Pass, x: Tensor) -> Fields:
     return fields
 
 
-def _thin_numbers(p: Pass) -> Fields:
+def _thin(p: Pass, dtype: torch.dtype | None = None, rows: int | None = None) -> Fields:
+    """Of adapters. dtype: of the weights that their factors lie beside, contiguous, where these are read. rows: of `v`,
+    where gradients are written: C++ writes both of an adapter, also where one is wanted alone."""
     fields: Fields = {}
-    for name, weight, u in zip(NAMES, (p.up, p.down), p.u, strict=True):
-        if weight.lora is not None:
-            fields |= {f"rank_{name}": weight.lora.rank, f"scale_{name}": weight.lora.scale, f"u_{name}": u}
-    return fields
-
-
-def _adapters(p: Pass, dtype: torch.dtype) -> Fields:
-    """Factors beside weights of this dtype, contiguous."""
-
-    def read(factor: Tensor) -> Tensor:
-        if factor.dtype is dtype and factor.is_contiguous():
-            return factor
-        return experts_first(factor, _kernels(p).empty(*factor.shape, dtype=dtype))
-
-    fields = _thin_numbers(p)
-    for name, weight in zip(NAMES, (p.up, p.down), strict=True):
-        if weight.lora is not None:
-            fields |= {f"{name}_a": read(weight.lora.a), f"{name}_b": read(weight.lora.b)}
-    return fields
-
-
-def _thin_gradients(p: Pass, rows: int) -> Fields:
-    """Rows `v`, and where factors' gradients go: C++ writes both of an adapter, also where one is wanted alone."""
-    fields: Fields = {}
-    for name, weight, v, sink in zip(NAMES, (p.up, p.down), p.v, p.sinks, strict=True):
+    for name, weight, u, v, sink in zip(NAMES, (p.up, p.down), p.u, p.v, p.sinks, strict=True):
         lora = weight.lora
         if lora is None:
             continue
-        fields[f"v_{name}"] = _kernels(p).empty(rows, lora.rank, dtype=p.x.dtype) if v is None else v
+        fields |= {f"rank_{name}": lora.rank, f"scale_{name}": lora.scale, f"u_{name}": u}
+        factors = (("a", lora.a), ("b", lora.b))
+        for kind, factor in factors if dtype is not None else ():
+            legal = factor.dtype is dtype and factor.is_contiguous()
+            made = factor if legal else experts_first(factor, _kernels(p).empty(*factor.shape, dtype=dtype))  # type: ignore[arg-type]
+            fields[f"{name}_{kind}"] = made
+        if rows is None:
+            continue
+        fields[f"v_{name}"] = p.x.new_empty(rows, lora.rank) if v is None else v
         into = (None, None) if sink is None else sink.into[-2:]
-        if any(t is not None for t in into):
-            for kind, factor, target in zip("ab", (lora.a, lora.b), into, strict=True):
-                made = _kernels(p).empty(*factor.shape, dtype=torch.float32) if target is None else target
-                fields[f"d_{name}_{kind}"] = made
+        for (kind, factor), target in zip(factors, into if any(t is not None for t in into) else (), strict=False):
+            made = _kernels(p).empty(*factor.shape, dtype=torch.float32) if target is None else target
+            fields[f"d_{name}_{kind}"] = made
     return fields
 
 
@@ -223,8 +211,3 @@ def _written(p: Pass, fields: Fields) -> list[tuple[Tensor, Tensor, bool]]:
             value = fields[f"d_{name}_bias"] = torch.empty(target.shape, dtype=torch.float32, device="cpu")
             later.append((target, value, sink.adds[1]))
     return later
-
-
-def _put(later: list[tuple[Tensor, Tensor, bool]]) -> None:
-    for target, value, adds in later:
-        put(target, value, adds)

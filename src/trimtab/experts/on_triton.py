@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from trimtab.experts.matrix import by_row, cast, joined
-from trimtab.experts.mlp_pass import Pass
+from trimtab.experts.passes import Pass
 from trimtab.experts.plan import slot_grads, slot_weights
 from trimtab.kernels.api import put
-from trimtab.kernels.triton.backend import TritonBackend
 from trimtab.kernels.triton.moves import combine
-from trimtab.kernels.triton.products import grouped_rows, weight_grad
+from trimtab.kernels.triton.products import TritonBackend, grouped_rows, weight_grad
 from trimtab.kernels.triton.swiglu import gate_up, hidden_grad
 
 
@@ -34,7 +33,7 @@ def covers(p: Pass) -> bool:
     return (
         isinstance(p.kernels, TritonBackend)
         and p.word == "swiglu"
-        and all(w.stacked and not (w.biases or w.format or w.lora) for w in (p.up, p.down))
+        and all(weight.stacked and len(weight.tensors()) == 1 for weight in (p.up, p.down))
     )
 
 

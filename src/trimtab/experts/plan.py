@@ -14,8 +14,8 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import kernels_of
 from trimtab.kernels.rows import ExpertPlan as ExpertPlan
-from trimtab.kernels.rows import csr_of, inverse_of, narrow, static_by_default
-from trimtab.kernels.tensor_checks import no_values
+from trimtab.kernels.rows import csr_of, inverse_of, narrow
+from trimtab.kernels.tensor_checks import no_values, static_by_default
 from trimtab.layout import ALIGNMENTS
 from trimtab.operators import operator
 from trimtab.validation import assert_on_device, wide_ids

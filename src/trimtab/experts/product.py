@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,9 @@ from torch import Tensor
 from trimtab.errors import BackendError
 from trimtab.experts.matrix import by_row, cast, joined, row_dot, with_rows
 from trimtab.experts.quantized import decoded, values_per_byte
-from trimtab.experts.sink import Sink, put_each
 from trimtab.experts.weight import GroupedWeight, LoraFactors
-from trimtab.kernels.api import Backend, Block, put
-
-if TYPE_CHECKING:
-    from trimtab.experts.recipes.base import Products
+from trimtab.experts.weight_grad import Sink
+from trimtab.kernels.api import Backend, Block, put, put_each
 
 Rows = Tensor | tuple[Tensor, ...] | None
 
@@ -47,7 +44,7 @@ class Product:
         seed: of dropout's masks, which are those of (seed, first row of the block) in every pass.
         sink: where gradients go.
         low_precision: a recipe's `LowPrecisionProducts`, or None.
-        waits: takes the gradients' products, whose operands are quantized now, where they are made later.
+        waits: takes the gradients' products, whose operands are encoded now, where they are made later.
     """
 
     weight: GroupedWeight
@@ -59,7 +56,7 @@ class Product:
     u: Tensor | None = None
     seed: int | None = None
     sink: Sink | None = None
-    low_precision: Products | None = None
+    low_precision: Any = None
     waits: list[Callable[[], None]] | None = None
     wide: torch.dtype = field(init=False)
     direct: bool = field(init=False)
@@ -130,7 +127,7 @@ class Product:
     def gradients(self, rows: Rows, d: Tensor, v: Tensor | None, block: Block) -> None:
         """Of all that the sink wants, from a block's rows, weighted, and the results' gradient `d`, not weighted.
 
-        Under a recipe operands are quantized now, also where `waits` takes their product: scales belong to this step.
+        Under a recipe operands are encoded now, also where `waits` takes their product: scales belong to this step.
         rows: also what a recipe kept of them; None where nothing that is wanted is made of them.
         """
         sink, weight = self.sink, self.weight

@@ -20,8 +20,8 @@ from torch import Tensor
 from trimtab.autograd import without_autocast
 from trimtab.experts.matrix import blocks_of
 from trimtab.experts.product import Product
-from trimtab.experts.sink import Sink
 from trimtab.experts.weight import GroupedWeight, row_flops
+from trimtab.experts.weight_grad import Sink
 from trimtab.kernels.api import Block
 from trimtab.kernels.choose import kernels_of
 from trimtab.operators import operator
@@ -112,7 +112,8 @@ def _gradients(
     u: Tensor | None, v: Tensor | None, *reads: Any,
 ) -> None:  # fmt: skip
     p = _of(d, *reads)
-    p.u, p.sink = u, Sink.of(out, wanted, adds)
+    p.u, p.sink = u, Sink(wanted)
+    p.sink.fill(out, adds)
     with without_autocast():
         run_gradients(p, x, d, v)
 

@@ -5,7 +5,7 @@
 
 One autograd function has both, so that on every rank, replicas or none, weights' gradients are at home before the rows'
 gradients leave, by data dependency. A replica is no parameter: hooks, norms, optimizers and reductions see the home
-alone, once, and complete. A weight's tensors are moved, whatever they are: frozen ones and codes go out and nothing of
+alone, once, and complete. A weight's tensors are moved, whatever they are: frozen ones go out and nothing of
 them comes back, factors that all experts share stay.
 
 Legend: e experts at home, n replicas on this rank, D model dim.

@@ -29,8 +29,8 @@ class Projection(nn.Linear):
 
 
 def _stored_in(linear: nn.Module, x: Tensor) -> torch.dtype:
-    """The weight's dtype, if it is one of values and not of codes: what replaces a linear layer to hold a quantised
-    weight knows itself what to do with `x`. Of what has no weight, and of one that is computed at each look, it is that
+    """The weight's dtype, if it is one of values: what replaces a linear layer to hold a weight in another format
+    knows itself what to do with `x`. Of what has no weight, and of one that is computed at each look, it is that
     of the first parameter."""
     weight = None if is_parametrized(linear, "weight") else getattr(linear, "weight", None)
     stored = (weight if isinstance(weight, Tensor) else next(linear.parameters(), x)).dtype

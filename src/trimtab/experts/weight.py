@@ -2,7 +2,7 @@
 
     y[segment i] = x[segment i] W_i^T + b_i + scale * (dropout(x[segment i]) a_i^T) b_i^T
 
-`tensors` has what there is in the one order that autograd, operators, sinks and replication use; `form` says the rest
+`tensors` has what there is in the one order that autograd, operators, sinks and routes use; `form` says the rest
 in a word. LoRA: Hu et al. 2021, arXiv 2106.09685; the delta b a is never built.
 
 Legend: e groups (experts), r rank of an adapter.

@@ -1,4 +1,4 @@
-"""Where one parameter's gradient goes, once per microbatch: to autograd or into `param.main_grad`; now or later.
+"""Where the gradients of parameters go, once per microbatch: to autograd or into `param.main_grad`; now or later.
 
     mode        the buffer is      kernels then     close() gives autograd       and sets
     off         a new buffer       overwrite it     that buffer
@@ -12,23 +12,24 @@ memory is not set, but zeros if the parameter has a true `zero_out_wgrad`. A tru
 turns accumulate into overwrite for it; Megatron's FSDP makes the buffer when it is asked for. For an expert without
 tokens the kernels write zeros, or add none.
 
-`accumulate` counts a parameter used twice in one graph twice, as it should; `overwrite` would keep the last use. A
-backward that asks for the gradient of the input alone, as the first half of a zero-bubble schedule's, writes nothing;
-delayed gradients wait for a `backward_dw()` of their own after any backward. "te" is what TransformerEngine does, for
-`trimtab.integrations.transformer_engine` alone.
+`accumulate` counts a parameter used twice in one graph twice; `overwrite` would keep the last use. A backward that asks
+for the gradient of the input alone writes nothing; delayed gradients wait for a `backward_dw()` of their own after any
+backward. "te" is what TransformerEngine does, for `trimtab.integrations.transformer_engine` alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from trimtab.autograd import without_autocast
-from trimtab.errors import InputError
+from trimtab.errors import ConfigError, InputError
+from trimtab.experts.weight import Form
 from trimtab.validation import holds_values
 
 MainGradMode = Literal["off", "accumulate", "overwrite", "te", "te_first"]
@@ -41,6 +42,28 @@ WgradJob = Callable[[], list[tuple[Tensor, Tensor]]]
 
 Defer = Callable[[WgradJob, Sequence[Tensor]], None]
 """Takes such a job, and the tensors of others that it will read."""
+
+
+@dataclass(slots=True)
+class GradSink:
+    """main_grad: where the gradients of values go, see above; all others' are ordinary. defer: takes the work of all of
+    them at each backward, as `DelayedGradients.add`.
+
+    Raises:
+        ConfigError: no such mode.
+    """
+
+    main_grad: MainGradMode = "off"
+    defer: Defer | None = None
+    ordinary: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.main_grad not in get_args(MainGradMode):
+            raise ConfigError(f"main_grad={self.main_grad!r} is not one of {get_args(MainGradMode)}", phase="experts")
+        self.ordinary = self.main_grad == "off" and self.defer is None
+
+
+ORDINARY = GradSink()
 
 
 class WeightGradient:
@@ -61,11 +84,7 @@ class WeightGradient:
     """
 
     def __init__(
-        self,
-        param: Tensor,
-        mode: MainGradMode,
-        name: str,
-        empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
+        self, param: Tensor, mode: MainGradMode, name: str, empty_like: Callable[[Tensor], Tensor] = torch.empty_like
     ) -> None:
         self.param, self.name = param, name
         self.fused = mode != "off" and param.requires_grad
@@ -102,6 +121,90 @@ class WeightGradient:
         )
 
 
+class FactorGradient:
+    """The gradient of a low-rank factor: made contiguous in float32 at least, given to autograd as the factor lies."""
+
+    adds = silent = False
+
+    def __init__(self, param: Tensor, empty_like: Callable[..., Tensor]) -> None:
+        like = param if param.is_contiguous() else param.new_empty(()).expand(param.shape)
+        wide = torch.float32 if param.dtype.itemsize < 4 else param.dtype
+        self.param, self.buffer = param, empty_like(like, dtype=wide)
+
+    def close(self) -> Tensor:
+        value = self.buffer.to(self.param.dtype)
+        if self.param.is_contiguous():
+            return value
+        from trimtab.experts.lora import lying_as
+
+        return lying_as(value, self.param)
+
+
+class Gradients:
+    """Of one microbatch's tensors; those with a `main_grad` themselves. kinds: see `kinds_of`. wanted: which of them
+    get one. main_grad: where those of values go. empty_like: makes a buffer."""
+
+    def __init__(
+        self, params: Sequence[Tensor], kinds: Sequence[tuple[str, str]], wanted: Sequence[bool],
+        main_grad: MainGradMode, empty_like: Callable[..., Tensor],
+    ) -> None:  # fmt: skip
+        self.each: list[Any] = []
+        for param, (kind, name), want in zip(params, kinds, wanted, strict=True):
+            if not want:
+                self.each.append(None)
+            elif kind == "factor":
+                self.each.append(FactorGradient(param, empty_like))
+            else:
+                mode = main_grad if kind == "value" else "off"
+                self.each.append(WeightGradient(param, mode, name, empty_like))
+
+    def buffers(self) -> tuple[list[Tensor], list[bool], list[bool]]:
+        """As an operator takes them: those that are written, which of all these are, and which are added to."""
+        found = [gradient for gradient in self.each if gradient is not None]
+        return [g.buffer for g in found], [g is not None for g in self.each], [g.adds for g in found]
+
+    def close(self) -> list[Tensor | None]:
+        """What autograd gets for each, once the buffers are written."""
+        return [None if g is None or g.silent else g.close() for g in self.each]
+
+    def deliver(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors that have one, each with what autograd gets for it."""
+        return [(g.param, g.close()) for g in self.each if g is not None and not g.silent]
+
+
+def kinds_of(form: str, name: str) -> list[tuple[str, str]]:
+    """The kind of each of `GroupedWeight.tensors`, and what errors call it, of a weight of this form and name."""
+    if form in ("0 0 0 ", "0 0 1 "):  # as nearly always: one tensor of values
+        return [("value", name)]
+    f = Form.read(form)
+    values = [name] if f.values == 0 else [f"{name}{i}" for i in range(f.values)]
+    biases = [f"{name}_bias"] if f.biases == 1 else [f"{name}_bias{i}" for i in range(f.biases)]
+    found = [*(("value", own) for own in values), *(("bias", own) for own in biases)]
+    found += [("scale", f"{name}_scales")] if f.format else []
+    return found if f.lora is None else [*found, ("factor", f"{name}_a"), ("factor", f"{name}_b")]
+
+
+class Sink:
+    """Where kernels write the gradients of a weight's tensors, in the order of `GroupedWeight.tensors`.
+
+    wanted: which are asked for. into: where those are written, None elsewhere, and everywhere as long as products wait.
+    adds: whether they are added to what is there.
+    """
+
+    __slots__ = ("adds", "into", "wanted")
+
+    def __init__(self, wanted: Sequence[bool]) -> None:
+        self.wanted = wanted
+        self.into: list[Tensor | None] = [None] * len(wanted)
+        self.adds: list[bool] = [False] * len(wanted)
+
+    def fill(self, out: Iterable[Tensor], adds: Iterable[bool]) -> None:
+        """Take as many as are wanted from the lists of `Gradients.buffers`."""
+        buffers, flags = iter(out), iter(adds)
+        self.into = [next(buffers) if want else None for want in self.wanted]
+        self.adds = [next(flags) if want else False for want in self.wanted]
+
+
 class DelayedGradients:
     """The work that the backwards of one module left, oldest first. A copy of the module begins without any."""
 
@@ -118,10 +221,6 @@ class DelayedGradients:
     def add(self, job: WgradJob, reads: Sequence[Tensor]) -> None:
         """Called by a backward. reads: the tensors of others that the job will read."""
         self._jobs.append(unchanged(job, reads))
-
-    def waiting(self) -> bool:
-        """Whether a backward's gradients have not been asked for yet."""
-        return bool(self._jobs)
 
     def run(self) -> None:
         """The gradients of the oldest backward that has not had them yet; hooks fire now.

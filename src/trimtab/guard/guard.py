@@ -22,8 +22,7 @@ from typing import Any, Protocol, Self
 
 import torch.distributed as dist
 
-from trimtab.errors import ConfigError, DesyncError, PeerLost, PhaseTimeout, TrimtabError, first_line
-from trimtab.guard.exchange_lock import exchange_lock
+from trimtab.errors import ConfigError, DesyncError, TrimtabError, first_line
 from trimtab.guard.peers import Introductions, PeerInfo, has_gloo, timeout_of
 from trimtab.guard.record import Place, RankRecord
 from trimtab.guard.verdict import Seen, Verdict, in_the_world, judge
@@ -33,7 +32,7 @@ DEADLINE = 300.0
 """Seconds. Longer than a checkpoint or an evaluation that one rank does alone, shorter than a lost hour."""
 _PATIENCE = 1.0
 """Seconds: a process that dies closes its connections a moment before it is seen to be gone."""
-_SLICE = timedelta(milliseconds=100)
+WAIT_SLICE = timedelta(milliseconds=100)
 _SELDOM = 2.0
 """Seconds from one question to the store to the next at most, while the peers of a first collective are not known."""
 
@@ -46,6 +45,27 @@ class Waiting(Protocol):
 
     def is_completed(self) -> bool:
         """True once it has ended, well or not."""
+
+
+class ExchangeLock:
+    """One thread of a rank at a time is in an exchange of a process group, whatever guards and transports that has; it
+    may enter again what it is in. `holder`: the name of the thread that has it, or had it last."""
+
+    def __init__(self) -> None:
+        self._lock, self.holder = threading.RLock(), "another"
+
+    def acquire(self) -> bool:
+        """Take it for this thread; False where another has it. Never waits."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        self.holder = threading.current_thread().name
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+_LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, ExchangeLock] = weakref.WeakKeyDictionary()
 
 
 class SharedWhenCopied:
@@ -86,7 +106,8 @@ class Guard(SharedWhenCopied):
                 raise ConfigError("this guard watches another process group: give each group a guard of its own")
             return self
         self._group, self._transport = group, transport
-        self.rank, self.size, self._lock = dist.get_rank(group), dist.get_world_size(group), exchange_lock(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._lock = _LOCKS.setdefault(group, ExchangeLock())  # its other guards share it
         self.gloo = has_gloo(group)
         self._record = RankRecord.create(self.rank)
         self._finish = weakref.finalize(self, _leave, self._record, os.getpid())
@@ -118,7 +139,7 @@ class Guard(SharedWhenCopied):
             for work in works:
                 while not self._done(work, start):
                     if self._peers is None and (now := time.monotonic()) >= ask:
-                        self._try_to_meet(_SLICE.total_seconds(), whole=True)
+                        self._try_to_meet(WAIT_SLICE.total_seconds(), whole=True)
                         ask = now + min(now - start, _SELDOM)
                     if (known := self._known()) is not None:
                         raise known.error(self._waited(start))
@@ -176,13 +197,13 @@ class Guard(SharedWhenCopied):
 
     def _done(self, work: Waiting, start: float) -> bool:
         try:
-            work.wait(_SLICE)
+            work.wait(WAIT_SLICE)
             return True
         except RuntimeError:
             if not work.is_completed():
                 return False
         try:
-            work.wait(_SLICE)  # completed: says at once whether it failed, or was done just after the slice's end
+            work.wait(WAIT_SLICE)  # completed: says at once whether it failed, or was done just after the slice's end
             return True
         except RuntimeError as error:
             failure = first_line(error)
@@ -253,32 +274,6 @@ class Guard(SharedWhenCopied):
 
     def _waited(self, start: float) -> str:
         return f"Rank {self.rank} was {self.place()} ({time.monotonic() - start:.1f} s)."
-
-
-def wait_for(work: Waiting, guard: Guard | None, timeout: float) -> None:
-    """Wait with the guard, or without one until `timeout` seconds have passed. Ranks are named if `work` names them:
-    `gone`, and `missing`.
-
-    Raises:
-        PeerLost: it failed. PhaseTimeout: it took longer. With a guard what `Guard.wait` does.
-    """
-    if guard is not None and guard.gloo:
-        guard.wait(work)
-        return
-    end = time.monotonic() + timeout
-    while True:
-        try:
-            work.wait(_SLICE)
-            return
-        except RuntimeError as error:
-            missing = tuple(getattr(work, "missing", ()))
-            if work.is_completed():
-                with suppress(RuntimeError):  # it may have come just after the slice
-                    work.wait(_SLICE)
-                    return
-                raise PeerLost(f"{error}", ranks=getattr(work, "gone", missing)) from None
-            if time.monotonic() > end:
-                raise PhaseTimeout(f"{error} within {timeout:g} s", ranks=missing) from None
 
 
 def _outlive(left: object) -> None:

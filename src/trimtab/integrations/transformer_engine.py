@@ -16,8 +16,8 @@ from torch.autograd.function import Function
 
 from trimtab.autograd import forward_of, once_differentiable
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.group_sizes import GroupSizes
 from trimtab.experts.linear import GroupedLinear as Grouped
+from trimtab.experts.segments import GroupSizes
 from trimtab.kernels.choose import KernelChoice
 from trimtab.validation import check_flags
 
@@ -215,7 +215,7 @@ class GroupedLinear(Grouped):
 
         Does nothing without `delay_wgrad_compute` or without such a backward.
         """
-        if self.delay_wgrad and self._delayed.waiting():
+        if self.delay_wgrad and self._delayed:
             super().backward_dw()
             self._trigger_wgrad_accumulation_and_reduce_hooks()
 

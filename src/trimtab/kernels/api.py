@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,3 +90,10 @@ def put(target: Tensor, value: Tensor, add: bool) -> None:
         target.add_(value)
     else:
         target.copy_(value)
+
+
+def put_each(targets: Sequence[Tensor | None], values: Sequence[Tensor], adds: Sequence[bool]) -> None:
+    """`put` each that there is a target for."""
+    for target, value, add in zip(targets, values, adds, strict=True):
+        if target is not None:
+            put(target, value, add)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -24,35 +25,15 @@ if TYPE_CHECKING:
     from trimtab.kernels.selftest import SelfTest
 
 
-def _torch() -> Backend:
-    from trimtab.kernels.torch_mm import TorchBackend
-
-    return TorchBackend()
-
-
-def _cpu() -> Backend:
-    from trimtab.kernels.compiled import compiled_kernels
-
-    return compiled_kernels()
-
-
-def _grouped_mm() -> Backend:
-    from trimtab.kernels.grouped_mm import GroupedMMBackend
-
-    return GroupedMMBackend()
-
-
-def _triton() -> Backend:
-    from trimtab.kernels.triton.backend import TritonBackend
-
-    return TritonBackend()
+def _from(module: str, name: str) -> Callable[[], Backend]:
+    return lambda: getattr(import_module(f"trimtab.kernels.{module}"), name)()
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
-    "cpu": _cpu,
-    "torch": _torch,
-    "grouped_mm": _grouped_mm,
-    "triton": _triton,
+    "cpu": _from("compiled", "compiled_kernels"),
+    "torch": _from("torch_mm", "TorchBackend"),
+    "grouped_mm": _from("torch_mm", "GroupedMMBackend"),
+    "triton": _from("triton.products", "TritonBackend"),
 }
 """Each loads itself when it is asked for first."""
 RUNS_ON = {"cpu": "cpu", "torch": "cpu", "triton": "cuda"}
@@ -123,7 +104,7 @@ class KernelChoice:
             BackendError: none of the candidates passed; names each and says why.
         """
         if no_values(device):
-            return _grouped_mm()
+            return BACKENDS["grouped_mm"]()
         key = (device, dtype)
         if key not in self._chosen:
             self._chosen[key] = self._choose(device, dtype)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab.kernels.tensor_checks import no_values
+from trimtab.kernels.tensor_checks import static_by_default
 
 REST = 256
 """Bags that share what lies behind the last one, where the host does not know how much that is."""
@@ -94,11 +94,6 @@ def narrow(key_N: Tensor, groups: int) -> Tensor:
 def inverse_of(order_N: Tensor) -> Tensor:
     """The inverse of a permutation [N]."""
     return torch.empty_like(order_N).scatter_(0, order_N, torch.arange(order_N.shape[0], device=order_N.device))
-
-
-def static_by_default(t: Tensor) -> bool:
-    """True if sizes must not depend on what `t` holds."""
-    return t.device.type != "cpu" or torch.compiler.is_compiling() or no_values(t.device)
 
 
 def compact(values_N: Tensor, keep_N: Tensor, size: int | None = None, *, static: bool | None = None) -> Tensor:

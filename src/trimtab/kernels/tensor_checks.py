@@ -30,6 +30,11 @@ def no_values(device: torch.device) -> bool:
     return "FakeTensorMode" in at_work and "ProxyTorchDispatchMode" not in at_work
 
 
+def static_by_default(t: Tensor) -> bool:
+    """True if sizes must not depend on what `t` holds."""
+    return t.device.type != "cpu" or torch.compiler.is_compiling() or no_values(t.device)
+
+
 def dense(t: Tensor) -> bool:
     """True for a dense tensor of this rank's own, with values or without: not sparse, not nested, no DTensor."""
     if type(t) not in (Tensor, nn.Parameter):
@@ -49,8 +54,8 @@ def described(t: Tensor) -> str:
 
 
 def unsupported_dtype(t: Tensor) -> str | None:
-    """The dtype or type of a parameter that cannot be computed with; None for plain values. Unsupported are a dtype of
-    codes, and a tensor that wraps others as a quantized weight does: its own products may ignore `out=`."""
+    """The dtype or type of a parameter that cannot be computed with; None for plain values. Unsupported are a
+    dtype that is no value's, and a tensor that wraps others: its own products may ignore `out=`."""
     if not holds_values(t.dtype):
         return str(t.dtype)
     if type(t) in (Tensor, nn.Parameter):

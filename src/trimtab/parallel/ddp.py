@@ -74,7 +74,7 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
         module.gradient_scale = edp_mesh.size() / dp_mesh.size()
         kind = left_out if wrapped.find_unused_parameters and not module.delay_wgrad else used
         for name, param in module.named_parameters():
-            if param.is_floating_point():  # not codes
+            if param.is_floating_point():
                 (fused if name in module.fused else kind).append(param)
     reducer = _ExpertReducer(group, used, left_out, fused, dense if left_out else ())
     wrapped.register_forward_pre_hook(reducer.before_forward)

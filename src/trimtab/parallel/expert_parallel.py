@@ -19,11 +19,11 @@ from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.replicated import check_replicable
-from trimtab.moe import AllTokens, MoE
+from trimtab.moe import MoE
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 from trimtab.parallel.experts import ParallelExperts, check_split
 from trimtab.parallel.meshes import ExpertMesh, TokenMeshes, check_meshes
-from trimtab.parallel.moe import ParallelMoE, ReplicatedTokens
+from trimtab.parallel.moe import ParallelMoE
 
 TokenMode = Literal["own", "replicated", "sharded"]
 Transports = dict[tuple[str, dist.ProcessGroup], Transport]
@@ -130,8 +130,7 @@ class ExpertParallel(ParallelStyle):
         moe.__class__ = ParallelMoE
         assert isinstance(moe, ParallelMoE)
         moe.spread(self.meshes)
-        group = moe.tp_group
-        moe.tokens = ReplicatedTokens(group) if group is not None and self.tokens == "replicated" else AllTokens()
+        moe.shares = self.tokens == "replicated" and moe.tp_group is not None
         return moe
 
     def check(self, module: nn.Module, mesh: DeviceMesh, layer: str = "") -> MoE:

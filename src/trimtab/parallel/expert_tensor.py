@@ -13,11 +13,10 @@ from torch import Tensor
 
 from trimtab.autograd import not_in_graphs
 from trimtab.dispatch import facts
-from trimtab.dispatch.dispatcher import Dispatched
+from trimtab.dispatch.exchange import count_message
 from trimtab.dispatch.facts import CallId
-from trimtab.dispatch.handshake import count_message
 from trimtab.dispatch.plan import RankPlan
-from trimtab.dispatch.route import Combine, Dispatch, RankRoute, require_grad_if_any, wants_gradient
+from trimtab.dispatch.route import Combine, Dispatch, Dispatched, RankRoute, require_grad_if_any, wants_gradient
 from trimtab.dispatch.transport import Transport, layer_frame
 from trimtab.guard.guard import Guard
 from trimtab.kernels.rows import Csr

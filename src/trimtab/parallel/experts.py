@@ -5,6 +5,11 @@
     etp         Shard(2), a share of F               Shard(1)                     Shard(2)          Replicate()
 
 Codes and their scales lie as the weights that they stand for; an int8's scale of a whole row of down is Replicate().
+Of an adapter b of gate and up and a of down are cut over F as their weights are, the rest lies alike on all of etp, and
+a pair that all experts share on all ranks. Each delivers what its weight delivers, a share of F or a part of a sum.
+What ranks of a dim hold alike meets the rows of each, so its gradient is summed over them, in autograd: as every
+expert's, it is then the sum over all ranks' losses.
+
 Rank r of ep owns experts r * e .. r * e + e - 1. Ranks of an etp group each see the rows of all, see `expert_tensor`.
 
 Legend: M rows, K slots per row, E experts, e local experts, D model dim, F hidden dim.
@@ -23,19 +28,20 @@ from torch.distributed.tensor.placement_types import Placement
 
 from trimtab.autograd import once_differentiable
 from trimtab.errors import ConfigError
-from trimtab.experts.lora import ExpertAdapter, factors_of, in_use
+from trimtab.experts.lora import factors_of, in_use
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS
 from trimtab.experts.replicated import Replicas
 from trimtab.experts.weight import LoraFactors, Weights
 from trimtab.experts.weight_grad import MAIN_GRAD_NAMES
 from trimtab.layout import experts_per_rank
-from trimtab.parallel.adapters import cut_adapter, summed_over_copies
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
-from trimtab.parallel.meshes import ExpertMesh, local_part
+from trimtab.parallel.meshes import ExpertMesh, SumGradients, local_part
 
 SPLIT = {"gate_up": Shard(2), "gate_up_bias": Shard(2), "up": Shard(1), "up_bias": Shard(1), "down": Shard(2)}
 SPLIT |= {f"{name}_scales": SPLIT[name] for name in ("gate_up", "up", "down")}
+SPLIT |= {"gate_up_b": Shard(2), "up_b": Shard(1), "down_a": Shard(2)}
+"""By name, how a parameter lies over etp; Replicate() where it has no entry."""
 OF_EXPERTS = "_He"
 """How the names of buffers end that have a column for each expert."""
 
@@ -110,7 +116,18 @@ class ParallelExperts(ExpertMLP):
     def _lora(self) -> Mapping[str, LoraFactors | None]:
         adapters = in_use(self)
         parts = [{name: self._scaled(local_part(p)) for name, p in a.named_parameters()} for a in adapters]
-        summed_over_copies(adapters, parts, self.place)
+        for dim in range(self.place.mesh.ndim):  # one all-reduce for each that has tensors which its ranks hold alike
+            alike = [
+                (params, name)
+                for adapter, params in zip(adapters, parts, strict=True)
+                for name in params
+                if (adapter.shared if dim == self.place.ep_dim else name not in SPLIT)
+            ]
+            if alike and self.place.mesh.size(dim) > 1:
+                tensors = [params[name] for params, name in alike]
+                made = SumGradients.apply(self.place.mesh.get_group(dim), *tensors)  # type: ignore[no-untyped-call]
+                for (params, name), tensor in zip(alike, made, strict=True):
+                    params[name] = tensor
         return factors_of(self, adapters, parts)
 
     def own_part(self, name: str) -> Tensor:
@@ -120,9 +137,7 @@ class ParallelExperts(ExpertMLP):
     def put_adapter(self, name: str, weights: Sequence[str], options: Mapping[str, Any]) -> None:
         """As `ExpertMLP.put_adapter`; each rank draws it for all experts and keeps its part."""
         super().put_adapter(name, weights, options)
-        adapter = self.adapters[name]
-        assert isinstance(adapter, ExpertAdapter)
-        cut_adapter(adapter, self.place, None)
+        self._cut_adapter(self.adapters[name], None)
 
     def backward_dw(self) -> None:
         """As `ExpertMLP.backward_dw`. Every rank that holds parts or replicas of these experts must call, in the same
@@ -144,21 +159,26 @@ class ParallelExperts(ExpertMLP):
         """
         self.num_experts = experts_per_rank(self.num_experts, place.mesh.size(place.ep_dim))
         self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
+        whole_rows = self.codes is not None and not FORMATS[self.codes[0]].ins
         for name in (*self.parameter_names, *self.scale_names):
-            param = self.get_parameter(name)
-            cut = place.placements(Shard(0), self._cut(name))
-            whole = distribute_tensor(param.detach(), place.mesh, cut, src_data_rank=src_data_rank)
-            setattr(self, name, nn.Parameter(whole, requires_grad=param.requires_grad))
+            split = Replicate() if name == "down_scales" and whole_rows else SPLIT.get(name, Replicate())
+            self._cut(self, name, Shard(0), split, src_data_rank)
         for adapter in getattr(self, "adapters", {}).values():
-            cut_adapter(adapter, place, src_data_rank)
+            self._cut_adapter(adapter, src_data_rank)
         self.up_state, self.down_state = self._new_state(self.num_experts), self._new_state(self.num_experts)
         self.register_state_dict_post_hook(_show_all_experts)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_take_own_experts)  # type: ignore[no-untyped-call]
 
-    def _cut(self, name: str) -> Placement:
-        """How a parameter lies over etp."""
-        whole_rows = self.codes is not None and not FORMATS[self.codes[0]].ins
-        return Replicate() if name == "down_scales" and whole_rows else SPLIT.get(name, Replicate())
+    def _cut_adapter(self, adapter: Any, source: int | None) -> None:
+        for name, _ in list(adapter.named_parameters()):
+            experts = Replicate() if adapter.shared else Shard(0)
+            self._cut(adapter, name, experts, SPLIT.get(name, Replicate()), source)
+
+    def _cut(self, owner: nn.Module, name: str, ep: Placement, etp: Placement, source: int | None) -> None:
+        """Make a whole parameter of `owner` a DTensor that lies so over the dims of `place`."""
+        param, cut = owner.get_parameter(name), self.place.placements(ep, etp)
+        whole = distribute_tensor(param.detach(), self.place.mesh, cut, src_data_rank=source)
+        setattr(owner, name, nn.Parameter(whole, requires_grad=param.requires_grad))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -191,28 +211,13 @@ class ParallelExperts(ExpertMLP):
         elif param.requires_grad:
             local = self._scaled(local)
         if name == "down_bias" and self.etp is not None:
-            local = _FirstRankBias.apply(local, self.etp.rank)  # type: ignore[no-untyped-call]
+            # The sum has it once; every rank sees the gradients of all rows, so each computes its whole gradient.
+            local = local if self.etp.rank == 0 else local - local.detach()
         return local
 
     def _scaled(self, local: Tensor) -> Tensor:
         scaled: Tensor = _Scaled.apply(local, self.gradient_scale) if self.gradient_scale != 1.0 else local  # type: ignore[no-untyped-call]
         return scaled
-
-
-class _FirstRankBias(Function):
-    """A bias that all ranks hold, as it is on the group's rank 0 and zeros elsewhere: the sum has it once.
-
-    Every rank sees the gradients of all rows, so each computes the bias's whole gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, rank: int) -> Tensor:
-        return bias.clone() if rank == 0 else torch.zeros_like(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return d, None
 
 
 class _Fused(Function):

@@ -46,9 +46,9 @@ def fully_shard_moe(
     """`fully_shard` on the experts, on blocks and on the model, in place. Call after `parallelize`, on every rank.
 
     Args:
-        dp_mesh: one dim, or (replicate, shard) for HSDP; its size is the data-parallel size, CP included: with
-            context parallelism a mesh of all DP x CP ranks, or mesh["dp", "cp"], replicated over dp.
-        efsdp_mesh: the ranks that hold the same experts, one dim or (replicate, shard); a slice of the mesh that the
+        dp_mesh: one dim, or two for HSDP, of which the last shards; its size is the data-parallel size, CP included:
+            with context parallelism a mesh of all DP x CP ranks, or mesh["dp", "cp"], sharded over cp.
+        efsdp_mesh: the ranks that hold the same experts, of one dim or two, as well; a slice of the mesh that the
             experts were parallelized on.
         blocks: patterns of modules that are sharded as units of their own, such as "layers.*", in any order; what two
             of them match is one. Experts are units anyway. Nothing inside a layer whose tokens are spread over a

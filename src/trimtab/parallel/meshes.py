@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from trimtab.autograd import once_differentiable
 from trimtab.errors import ConfigError
 from trimtab.guard.guard import SharedWhenCopied
 from trimtab.routing.losses import LossGroups
@@ -102,7 +106,7 @@ class TokenMeshes(SharedWhenCopied):
         )
 
     def check(self, experts: int, layer: str) -> None:
-        """Check that gradients reduced over `data` are whole. experts: ranks that hold an expert's parts or copies.
+        """Check that gradients reduced over `data` are whole. experts: ranks that hold an expert, or a part of it.
 
         Raises:
             ConfigError: cp is not within data, tp is, or not every rank with tokens is among those of the experts.
@@ -116,7 +120,7 @@ class TokenMeshes(SharedWhenCopied):
         tokens = len(data) * max(len(tp), 1)
         if tokens != experts:
             problems.append(
-                f"with tp_mesh it makes {tokens} ranks with tokens, but expert mesh and its copies make {experts}: "
+                f"with tp_mesh it makes {tokens} ranks with tokens, but {experts} hold experts: "
                 "an expert's gradient would not be the mean loss's"
             )
         if problems:
@@ -126,3 +130,22 @@ class TokenMeshes(SharedWhenCopied):
 def local_part(tensor: Tensor) -> Tensor:
     """A DTensor's local tensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class SumGradients(Function):
+    """The same tensors; their gradients are summed over `group` in one all-reduce, in float32 at least. Every rank of
+    the group must call, and run the backward, with the same parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(param.view_as(param) for param in params)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+        flat = torch.cat([grad.reshape(-1).to(dtype) for grad in grads])
+        dist.all_reduce(flat, group=ctx.group)
+        parts = torch.split(flat, [grad.numel() for grad in grads])
+        return None, *(part.view(grad.shape).to(grad.dtype) for part, grad in zip(parts, grads, strict=True))

@@ -17,13 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.autograd import detached_reshape, refuse_transforms
 from trimtab.dispatch.facts import Facts, LineTokens
-from trimtab.dispatch.sequence_shard import shard, take_shard, unshard
+from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.errors import ConfigError
 from trimtab.layout import SequenceLayout
 from trimtab.moe import MoE, MoEOutput
-from trimtab.parallel.adapters import SumGradients
 from trimtab.parallel.experts import ParallelExperts
-from trimtab.parallel.meshes import TokenMeshes, check_meshes
+from trimtab.parallel.meshes import SumGradients, TokenMeshes, check_meshes
 from trimtab.routing.balance import routers
 from trimtab.routing.losses import LossGroups
 
@@ -34,11 +33,13 @@ Place = tuple[nn.Module, str]
 class ParallelMoE(MoE):
     """A `MoE` under `ExpertParallel`: the same module, of this class.
 
-    `token_meshes`: who has which tokens. `own_groups`: what this class last set as `router.groups`. `lines`: the first
-    rank of this one's line of tp and of cp, -1 where there are no others.
+    `token_meshes`: who has which tokens. `shares`: the ranks of tp are given the same tokens, and the same gradient of
+    the output; each takes its share of the positions. `own_groups`: what this class last set as `router.groups`.
+    `lines`: the first rank of this one's line of tp and of cp, -1 where there are no others.
     """
 
     token_meshes = TokenMeshes()
+    shares = False
     own_groups = LossGroups()
     lines = (-1, -1)
 
@@ -65,26 +66,42 @@ class ParallelMoE(MoE):
         if group is None:
             return super().forward(x, token_mask=token_mask, ids=ids)
         refuse_transforms("MoE", self.dispatcher.layer)
-        places = self._replicated()
+        places = self._places()
         params = [module.get_parameter(name) for module, name in places]
         summed: tuple[Tensor, ...] = SumGradients.apply(group, *params) if params else ()  # type: ignore[no-untyped-call]
         with standing_in(places, summed):
             return super().forward(x, token_mask=token_mask, ids=ids)
 
     def _facts(self, x: Tensor) -> Facts:
-        (tp, cp), whole = self.lines, isinstance(self.tokens, ReplicatedTokens)
+        tp, cp = self.lines
         weights = self.dispatcher.weights_fact(chain(self.experts.named_parameters(), self.experts.named_buffers()))
         if max(tp, cp) < 0:
             return Facts(weights)
         by_sequence = any(router.config.sequence_aux_loss for router in routers(self.router).values())
-        sequences, positions = x.shape[:-2].numel(), x.shape[-2] if whole else -1
+        sequences, positions = x.shape[:-2].numel(), x.shape[-2] if self.shares else -1
         return Facts(
             weights,
-            LineTokens(tp, sequences, positions) if tp >= 0 and (whole or by_sequence) else None,
+            LineTokens(tp, sequences, positions) if tp >= 0 and (self.shares or by_sequence) else None,
             LineTokens(cp, sequences) if cp >= 0 and by_sequence else None,
         )
 
-    def _replicated(self) -> list[Place]:
+    def _share(self, t: Tensor) -> Tensor:
+        """[*lead, L, any] -> [*lead, l, any]. No communication; one all-gather in the backward."""
+        group = self.tp_group
+        if not self.shares or group is None:
+            return t
+        layout = _layout(t, group)
+        mine = shard(t.reshape(layout.batch * layout.length, t.shape[-1]), layout, group)
+        return mine.view(*t.shape[:-2], layout.shard_length(dist.get_rank(group)), t.shape[-1])
+
+    def _whole(self, y: Tensor, like: Tensor) -> Tensor:
+        """[*lead, l, D] -> [*lead, L, D], the same on every rank. One all-gather; none in the backward."""
+        group = self.tp_group
+        if not self.shares or group is None:
+            return y
+        return detached_reshape(unshard(y.reshape(-1, y.shape[-1]), _layout(like, group), group), like.shape)
+
+    def _places(self) -> list[Place]:
         """Places of the trained parameters other than the experts', in a fixed order."""
         return [
             (module, name)
@@ -94,6 +111,10 @@ class ParallelMoE(MoE):
             for name, param in module.named_parameters(recurse=False)
             if param.requires_grad
         ]
+
+
+def _layout(t: Tensor, group: dist.ProcessGroup) -> SequenceLayout:
+    return SequenceLayout.even(math.prod(t.shape[:-2]), t.shape[-2], dist.get_world_size(group))
 
 
 @contextmanager
@@ -108,30 +129,6 @@ def standing_in(places: Sequence[Place], tensors: Sequence[Tensor]) -> Iterator[
     finally:
         for (of, name), parameter in zip(slots, kept, strict=True):
             of[name] = parameter
-
-
-class ReplicatedTokens:
-    """`trimtab.moe.Tokens` over `group`, whose ranks hold the same tokens and the same gradient of the output."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-
-    def take(self, t: Tensor) -> Tensor:
-        """[*lead, L, any] -> [*lead, l, any]. No communication; one all-gather in the backward."""
-        layout = self._layout(t)
-        rows = t.reshape(layout.batch * layout.length, t.shape[-1])
-        mine = shard(rows, layout, self.group) if t.is_floating_point() else take_shard(rows, layout, self.rank)
-        return mine.view(*t.shape[:-2], layout.shard_length(self.rank), t.shape[-1])
-
-    def join(self, y: Tensor, like: Tensor) -> Tensor:
-        """[*lead, l, D] -> [*lead, L, D], the same on every rank. One all-gather; none in the backward."""
-        layout = self._layout(like)
-        rows = y.reshape(layout.tokens(self.rank), y.shape[-1])
-        return detached_reshape(unshard(rows, layout, self.group), like.shape)
-
-    def _layout(self, t: Tensor) -> SequenceLayout:
-        return SequenceLayout.even(math.prod(t.shape[:-2]), t.shape[-2], self.ranks)
 
 
 def join_data_parallel(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh) -> list[ParallelExperts]:

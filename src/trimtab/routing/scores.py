@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.autograd import autocast_at_work, forward_of, needed, once_differentiable
-from trimtab.kernels.rows import static_by_default
+from trimtab.kernels.tensor_checks import static_by_default
 
 _LOWEST = -80.0
 """Below it softplus underflows in float32 and its root has no finite slope; the true slope is below 1e-17."""

@@ -23,10 +23,6 @@ Length = Callable[[Topology, int, int], int]
 Choose = Callable[[Topology, int, int, torch.Generator], Tensor]
 """(topology, N, K, generator) -> [N, K] expert ids."""
 
-DIM, HIDDEN = 24, 8
-"""D at least (the first E columns carry the router's logits) and F."""
-BLOCK = 64
-"""Inputs that share a scale of NF4: D and each rank's share of F are multiples."""
 GARBAGE = 8192.0
 """What masked tokens hold."""
 
@@ -171,18 +167,8 @@ def pattern_named(name: str) -> Pattern:
 def make_problem(topology: Topology, pattern: Pattern, dtype: torch.dtype, seed: int) -> Problem:
     """The same on every rank: all randomness comes from `seed`."""
     g = torch.Generator().manual_seed(seed)
-    e = topology.num_experts
-    sizes = Sizes(
-        num_experts=e,
-        top_k=pattern.top_k(e),
-        layers=pattern.layers,
-        dtype=dtype,
-        dim=BLOCK * (1 + pattern.odd) if topology.codes == "nf4" else max(DIM, e + 8) + pattern.odd,
-        hidden=BLOCK * topology.etp if topology.codes == "nf4" else HIDDEN,
-        adapter=topology.adapter,
-        codes=topology.codes,
-        frozen=topology.frozen,
-    )
+    top_k = pattern.top_k(topology.num_experts)
+    sizes = Sizes.of(topology, top_k=top_k, layers=pattern.layers, dtype=dtype, odd=pattern.odd)
     batches = tuple(_make_batch(topology, pattern, sizes, d, g) for d in range(topology.dp))
     return Problem(sizes=sizes, batches=batches, raises=bool(pattern.spoil), cp=topology.cp)
 

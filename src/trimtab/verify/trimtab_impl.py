@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.errors import InputError
-from trimtab.experts.lora_model import add_adapter, merge_adapter
+from trimtab.experts.lora import add_adapter, merge_adapter
 from trimtab.moe import MoE, MoEConfig
 from trimtab.parallel.ddp import ddp, reduce_main_grads
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize

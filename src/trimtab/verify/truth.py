@@ -18,15 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab.experts.quantized import decoded, quantized
 from trimtab.oracle import swiglu
+from trimtab.verify.topologies import Topology
 
 RANK = 3
 """Rank of the adapters."""
+DIM, HIDDEN = 24, 8
+"""D at least (the first E columns carry the router's logits) and F."""
+BLOCK = 64
+"""Inputs that share a scale of NF4: D and each rank's share of F are multiples."""
 BALANCE = 0.5
 """Coefficient of the loss per sequence, where there is one."""
 
@@ -44,6 +50,14 @@ class Sizes:
     adapter: str = "none"
     codes: str = "none"
     frozen: str = "none"
+
+    @classmethod
+    def of(cls, t: Topology, *, odd: bool, **own: Any) -> Sizes:
+        """As a topology asks, `own` besides. odd: D is odd, or where blocks share scales two of them."""
+        blocks = t.codes == "nf4"
+        dim = BLOCK * (1 + odd) if blocks else max(DIM, t.num_experts + 8) + odd
+        own |= {"adapter": t.adapter, "codes": t.codes, "frozen": t.frozen}
+        return cls(num_experts=t.num_experts, dim=dim, hidden=BLOCK * t.etp if blocks else HIDDEN, **own)
 
 
 @dataclass(frozen=True, kw_only=True)

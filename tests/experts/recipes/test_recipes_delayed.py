@@ -57,13 +57,13 @@ def test_the_products_of_a_call_have_one_scale_whatever_other_calls_come_between
     x = normal(48, 24)
     state.activation(x, CUTS, along="row")
     first, second = state.call(), state.call()
-    row = first.quantize(8 * x, CUTS, "activation", "row")
-    other = second.quantize(2 * x, CUTS, "activation", "row")
-    column = first.quantize(8 * x, CUTS, "activation", "column")
+    row = first.encode(8 * x, CUTS, "activation", "row")
+    other = second.encode(2 * x, CUTS, "activation", "row")
+    column = first.encode(8 * x, CUTS, "activation", "column")
     assert torch.equal(row.scale, column.scale)
     torch.testing.assert_close(other.scale[[0, 2]], 8 * row.scale[[0, 2]])
     moved = state.activation_amax.history_He.clone()
-    second.quantize(2 * x, CUTS, "activation", "column")
+    second.encode(2 * x, CUTS, "activation", "column")
     assert torch.equal(state.activation_amax.history_He, moved)
 
 

@@ -79,9 +79,9 @@ def test_values_and_scales_are_what_the_formats_hold(name: str) -> None:
     state, cuts = recipe.state(), offsets(recipe, 1, 2)
     x, w = normal(int(cuts[-1]), 40), normal(2, 40, 24)
     found = {
-        "activation": [state.quantize(x, cuts, "activation", a) for a in ("row", "column")],
-        "gradient": [state.quantize(x, cuts, "gradient", a) for a in ("row", "column")],
-        "weight": [state.quantize(w, None, "weight", a) for a in WEIGHTS],
+        "activation": [state.encode(x, cuts, "activation", a) for a in ("row", "column")],
+        "gradient": [state.encode(x, cuts, "gradient", a) for a in ("row", "column")],
+        "weight": [state.encode(w, None, "weight", a) for a in WEIGHTS],
     }
     for role, quantized in found.items():
         form = recipe.form(role)
@@ -91,4 +91,4 @@ def test_values_and_scales_are_what_the_formats_hold(name: str) -> None:
             else:
                 assert torch.equal(q.values.to(form.dtype).float(), q.values)
             assert torch.equal(q.scale.to(scale_dtype(recipe)).float(), q.scale)
-            assert torch.equal(q.dequantized(), q.values * q.factor)
+            assert torch.equal(q.decoded(), q.values * q.factor)

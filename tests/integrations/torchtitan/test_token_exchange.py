@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
+from itertools import accumulate
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.cases import PATTERNS, case
 from helpers.comparing import assert_close
@@ -16,9 +19,8 @@ from helpers.routed import D, E, K, Share, run, truth
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.options import ExchangeOptions
 from trimtab.errors import ConfigError, InputError
+from trimtab.integrations import transport_over
 from trimtab.integrations.torchtitan import TokenExchange
-from trimtab.integrations.torchtitan.exchange import transport_over
-from trimtab.layout import SequenceLayout
 
 FALLS = [pattern for pattern in PATTERNS if pattern != "masked"]
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
@@ -63,13 +65,13 @@ def test_equals_the_oracle(ranks: int, dtype: torch.dtype, pad_multiple: int, co
 def sequence_shards(lengths: tuple[int, ...], batch: int) -> None:
     """Positions of every sequence, cut over the ranks; the truth knows nothing of the cut."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    layout = SequenceLayout.from_lengths(batch, lengths)
+    cuts = (0, *accumulate(lengths))
     g = torch.Generator().manual_seed(5)
-    total = batch * layout.length
+    total = batch * cuts[-1]
     x, dy = (torch.randn(total, D, generator=g, dtype=torch.float64) for _ in range(2))
     ids = torch.rand(total, E, generator=g).argsort(1)[:, :K]
     w = torch.rand(total, K, generator=g, dtype=torch.float64)
-    mine = torch.tensor([layout.to_global(rank, i) for i in range(layout.tokens(rank))], dtype=torch.int64)
+    mine = torch.arange(total).view(batch, -1)[:, cuts[rank] : cuts[rank + 1]].flatten()
     exchange = TokenExchange(E, K)
     exchange.wire(AllToAll(dist.group.WORLD), "MoE 0")
     got = run(exchange, Share(x[mine], w[mine], ids[mine], dy[mine]), rank, ranks)
@@ -133,11 +135,13 @@ def test_padding_that_does_not_exist_is_refused() -> None:
 
 
 def layers_of_two_models() -> tuple[bool, bool, int]:
-    """The second is wired when the first is gone, or is not: the collector of each rank decides that for itself."""
+    """The second is wired when the first is gone, or is not: the collector of each rank decides that for itself. A
+    DTensor over the mesh can be saved."""
     mesh, other = (DeviceMesh("cpu", [0, 1], mesh_dim_names=("ep",)) for _ in range(2))
     first, number = id(transport_over(mesh, "alltoall")), transport_over(mesh, "alltoall").guard.layers
     gc.collect()
     again, elsewhere = transport_over(mesh, "alltoall"), transport_over(other, "alltoall")
+    torch.save(distribute_tensor(torch.ones(2), mesh, [Shard(0)]), io.BytesIO())
     return id(again) == first, elsewhere is not again, number
 
 

@@ -1,4 +1,4 @@
-"""Balance of transformers' routers: biases, losses and counts against formulas, over families and in a Trainer."""
+"""Balance of transformers' routers: biases, losses and counts against formulas, over families."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from benchmarks.balance_families import train
 from helpers.families import build_model, forward, sample_batch
 from helpers.seeing import seen
-from helpers.small_trainers import options
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers import LoadBalancer, LoadBalancerCallback
+from trimtab.integrations.transformers import LoadBalancer
 from trimtab.integrations.transformers.routers.find import find_routers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -143,29 +141,6 @@ def test_skewed_models_are_balanced_at_no_loss(family: str, seeds: tuple[int, ..
             end.setdefault(way, []).append(statistics.mean(losses[180:]))
     mean = {way: statistics.mean(values) for way, values in end.items()}
     assert max(mean["sign"], mean["quantile"]) <= mean["aux loss"], mean
-
-
-def test_in_a_trainer(tmp_path: Path) -> None:
-    model = build_model("qwen3_moe")
-    config = TrainingArguments(**options(tmp_path, max_steps=3))
-    rows = [{"input_ids": [n + 2, 3, 4 * n + 1, 5], "labels": [n + 2, 3, 4 * n + 1, 5]} for n in range(12)]
-    trainer = Trainer(model=model, args=config, train_dataset=rows)
-    callback = LoadBalancerCallback(trainer, rate=0.25, add_bias=True, aux_loss=0.1)
-    taken: list[dict[str, Tensor]] = []
-    step = callback.balance.step
-    callback.balance.step = lambda: taken.append(step()) or taken[-1]  # type: ignore[method-assign]
-    trainer.add_callback(callback)
-    trainer.train()
-    assert callback.balance.micro_batches == 2
-    assert len(taken) == 3
-    assert all(int(load.sum()) == 2 * 2 * 4 * 2 for loads in taken for load in loads.values())
-    for place in find_routers(model):
-        mean = 2 * 2 * 4 * 2 / 8
-        moved = sum((mean - loads[place.name].double()).sign() for loads in taken) * 0.25
-        assert torch.equal(place.module.selection_bias.double(), moved)
-    config.fp16 = True
-    with pytest.raises(ConfigError, match="bf16 instead of fp16"):
-        LoadBalancerCallback(trainer, bias=None, aux_loss=0.1)
 
 
 @pytest.mark.parametrize(

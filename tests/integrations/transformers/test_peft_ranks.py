@@ -18,7 +18,7 @@ from helpers.model_case import Case, Mesh
 from helpers.model_ranks import REPLICATED, begin, full, load
 from helpers.peft_case import adapt, fill, lora
 from helpers.ranks import run_ranks
-from trimtab.integrations.transformers.replicated_params import average_replicated
+from trimtab.integrations.transformers.lora import average_replicated
 from trimtab.routing.loads import load_scalars
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")

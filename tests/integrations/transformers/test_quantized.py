@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,12 +23,12 @@ from helpers.families import build_model, model_class, save_model
 from helpers.model_ranks import begin, full
 from helpers.peft_case import fill, lora
 from helpers.ranks import run_ranks
+from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import decoded
-from trimtab.integrations.transformers import QuantizedExpertsConfig, dequantize_experts, quantize_experts
-from trimtab.integrations.transformers.quantized import conversion, params
-from trimtab.integrations.transformers.quantized.params import MARK, codes_of, is_experts
+from trimtab.integrations.transformers import QuantizedExpertsConfig, dequantize_experts, quantize_experts, quantized
+from trimtab.integrations.transformers.quantized import MARK, codes_of, conversion
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
@@ -49,7 +50,7 @@ def whole(folder: Path, kind: str, **more: Any) -> Any:
 
 
 def marks(model: Any) -> set[Any]:
-    return {getattr(module, MARK, None) for module in model.modules() if is_experts(module)}
+    return {getattr(module, MARK, None) for module in model.modules() if is_transformers_experts(module)}
 
 
 def same(some: Any, other: Any) -> None:
@@ -67,7 +68,7 @@ def of_others(model: Any) -> Any:
 def with_decoded(model: nn.Module) -> nn.Module:
     """The same model with the weights that its codes stand for."""
     model = copy.deepcopy(model)
-    for module in filter(is_experts, model.modules()):
+    for module in filter(is_transformers_experts, model.modules()):
         for name in ("gate_up_proj", "down_proj"):
             held = codes_of(module, name)
             assert held is not None
@@ -171,7 +172,7 @@ def read_and_save(folder: str, kind: str, given: dict[str, Any]) -> tuple[dict[s
     """All tensors of a model at ep 2, put together, saved and read again; of how many experts this rank has codes; how
     many matrices it encoded."""
     begin()
-    encoded, quantize = [0], params.quantize_matrices
+    encoded, quantize = [0], quantized.quantize_matrices
 
     def counting(value: Tensor, name: str, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
         encoded[0] += value.numel() // (value.shape[-1] * value.shape[-2])
@@ -181,7 +182,9 @@ def read_and_save(folder: str, kind: str, given: dict[str, Any]) -> tuple[dict[s
         mesh = DistributedConfig(ep_size=ep, fsdp_size=2, ep_implementation="trimtab")
         return load(folder, dtype="float32", distributed_config=mesh, **more)
 
-    with patch.object(params, "quantize_matrices", counting), patch.object(conversion, "quantize_matrices", counting):
+    with ExitStack() as stack:
+        for module in (quantized, conversion):
+            stack.enter_context(patch.object(module, "quantize_matrices", counting))
         model = over_ranks(folder, 2, **given)
     mine = model.state_dict()
     local = (value.to_local() if hasattr(value, "to_local") else value for value in mine.values())

@@ -152,7 +152,7 @@ def test_ordered_bits_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> No
     for ranks in (1, 2, 4):
         case = Case(family="qwen3_moe", mesh=Mesh(ep=ranks, fsdp=ranks), patterns=("crowded",))
         first = run_ranks(run_cases, ranks, [named("trimtab_ordered", case)], str(tmp_path), deadline=60.0)[0][0]
-        outputs.append(first.outcomes["crowded"].values["output"])
+        outputs.append(first["crowded"].values["output"])
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
 

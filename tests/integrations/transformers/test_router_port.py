@@ -156,7 +156,7 @@ def test_names_are_those_of_the_model_with_an_adapter_and_without(observed: bool
     with observing(peft, loads), trimtab.replay(peft, told), trimtab.record(peft) as recording:
         peft(**padded())
     assert torch.equal(recording.decisions().ids, told.ids)
-    found = loads.split(loads.take())
+    found = loads.take()
     assert tuple(found) == recording.decisions().layers == told.layers
     assert [int(load.sum()) for load in found.values()] == [slots(padded())] * 2
     with trimtab.replay(build_model("qwen3_moe"), recording.decisions()):
@@ -276,7 +276,7 @@ def test_what_an_observer_does_is_seen_by_those_behind_it(kind: str, reentrant: 
     first, loads = FirstExperts(), Loads()
     with observing(model, first, loads):
         model(**padded()).loss.backward()
-    for counts_E in loads.split(loads.take()).values():
+    for counts_E in loads.take().values():
         assert counts_E.nonzero().flatten().tolist() == [0, 1]
     assert first.asked
 

@@ -21,14 +21,13 @@ from helpers import rollouts
 from helpers.families import Batch, build_model, forward, sample_batch
 from helpers.replayed import close, others, run
 from helpers.seeing import counted, padded, seen, slots
-from trimtab.decisions import record, replay
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers import LoadBalancer
 from trimtab.integrations.transformers.routers.find import find_routers
-from trimtab.integrations.transformers.routers.observe import Observed, observing
-from trimtab.integrations.transformers.routers.selection_bias import ADDED, add_selection_bias
+from trimtab.integrations.transformers.routers.load_balancer import add_selection_bias
+from trimtab.integrations.transformers.routers.observe import Observed, observing, record, replay
 from trimtab.routing.losses import StepTotals
-from trimtab.routing.observers import BalanceLosses, Loads, SelectionBias
+from trimtab.routing.observers import ADDED, BalanceLosses, Loads, SelectionBias
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
 
@@ -98,10 +97,10 @@ def several_forwards(model: Any, given: list[tuple[Batch, Decisions]], losses: b
         assert recording.decisions(call).layers == decisions.layers
         if "Zaya" not in type(model).__name__:  # a skipped token with weight 0 by rounding
             assert torch.equal(recording.decisions(call).ids, decisions.ids)
-    found = loads.split(loads.take())
+    found = loads.take()
     for i, name in enumerate(told.layers if losses else ()):
         ids = torch.cat([decisions.ids[:, :, i][batch["attention_mask"].bool()] for batch, decisions in given])
-        assert torch.equal(found[name], ids.flatten().bincount(minlength=8)), "once, and padding never"
+        assert torch.equal(found[name], ids.flatten().bincount(minlength=9)), "once, padding never, none without room"
     plain = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
     return found | {name: p.grad for name, p in plain.items() if p.grad is not None}
 
@@ -191,7 +190,7 @@ def balanced(model: Any, run: Any) -> dict[str, Any]:
             run(**padded(micro)).loss.backward()
         found |= {f"{step} {name}": load for name, load in balance.step().items()}
         found |= {f"{step} {name}": value for name, value in balance.losses.items()}
-        found[f"{step} loads"] = loads.take()
+        found |= {f"{step} loads {name}": load for name, load in loads.take().items()}
     found |= {name: b.clone() for name, b in model.named_buffers() if name.endswith("selection_bias")}
     found |= {name: p.grad.clone() for name, p in model.named_parameters()}
     balance.remove()

@@ -9,24 +9,24 @@
     dx = call.gradient(dy, offsets, along="row")     @ call.weight(w, along="out")^T        dgrad
     dw = call.activation(x, offsets, along="column")^T @ call.gradient(dy, offsets, along="column")   wgrad
 
-`along` names the axis that the product contracts: scaling blocks lie along it. Each method quantizes and dequantizes:
-its values, in float32, are those that the hardware would multiply.
+`along` names the axis that the product contracts: scaling blocks lie along it. Each method rounds to the recipe's
+format: its values, in float32, are those that the hardware would multiply.
 
 Legend: R expert rows, e experts, A in features, B out features, C either width. offsets_e: [e + 1].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.errors import BackendError, ConfigError, InputError
 from trimtab.experts.recipes.hardware import Engine
-from trimtab.experts.recipes.numbers import E4M3, Blocks, ElementFormat, Quantized, Scale, encode, float_scale
+from trimtab.experts.recipes.numbers import E4M3, Blocks, ElementFormat, Encoded, Scale, encode, float_scale
 from trimtab.validation import check_flags
 
 Role = Literal["activation", "gradient", "weight"]
@@ -54,7 +54,7 @@ class Operands:
         return None
 
     @torch.no_grad()
-    def quantize(self, x: Tensor, offsets_e: Tensor | None, role: Role, along: Along) -> Quantized:
+    def encode(self, x: Tensor, offsets_e: Tensor | None, role: Role, along: Along) -> Encoded:
         """Rows [R, C] of any floating dtype, or where role is "weight", and offsets_e None, weights [e, A, B].
 
         Raises:
@@ -68,37 +68,19 @@ class Operands:
         scale = self.scale(blocks, form, role)
         values = encode(blocks.x, blocks.spread(scale.encode), form, self.dither(blocks.x, role))
         stored = scale.decode if scale.stored is None else scale.stored
-        return Quantized(values, stored, blocks.spread(scale.decode))
+        return Encoded(values, stored, blocks.spread(scale.decode))
 
     def activation(self, x_RA: Tensor, offsets_e: Tensor, along: Along) -> Tensor:
         """[R, A]. "row": the product contracts A (forward). "column": it contracts each segment's rows (wgrad)."""
-        return self.quantize(x_RA, offsets_e, "activation", along).dequantized()
+        return self.encode(x_RA, offsets_e, "activation", along).decoded()
 
     def gradient(self, dy_RB: Tensor, offsets_e: Tensor, along: Along) -> Tensor:
         """[R, B]. "row": the product contracts B (dgrad). "column": it contracts each segment's rows (wgrad)."""
-        return self.quantize(dy_RB, offsets_e, "gradient", along).dequantized()
+        return self.encode(dy_RB, offsets_e, "gradient", along).decoded()
 
     def weight(self, w_eAB: Tensor, along: Along) -> Tensor:
         """[e, A, B], held as [expert, in, out]. "in": the product contracts A (forward). "out": B (dgrad)."""
-        return self.quantize(w_eAB, None, "weight", along).dequantized()
-
-
-class Products(Protocol):
-    """The three products of one weight in one call: `trimtab.experts.low_precision.LowPrecisionProducts`."""
-
-    def forward(self, x_SA: Tensor, w_eAB: Tensor, bias_eB: Tensor | None = None) -> Tensor:
-        """[S, B] in x's dtype."""
-
-    def dgrad(self, dy_SB: Tensor, w_eAB: Tensor) -> Tensor:
-        """[S, A] in dy's dtype."""
-
-    def keep(self, rows_SC: Tensor, role: Role) -> tuple[Tensor, ...]:
-        """An operand of `wgrad`, quantized."""
-
-    def wgrad(
-        self, x: tuple[Tensor, ...], dy: tuple[Tensor, ...], out: Sequence[Tensor], adds: Sequence[bool], stacked: bool
-    ) -> None:
-        """Into `out`, one [e, B, A] or e of [B, A]."""
+        return self.encode(w_eAB, None, "weight", along).decoded()
 
 
 class RecipeState(Operands, nn.Module):

@@ -58,7 +58,7 @@ class FP8Rowwise(Recipe):
 class FP8Blockwise(FP8Rowwise):
     """One scale per 128 contracted values of rows, per 128 x 128 of a weight (arXiv 2412.19437, 3.3.2). All in E4M3.
 
-    power_of_two: scales are powers of two. Then quantizing twice, in either direction, changes nothing.
+    power_of_two: scales are powers of two. Then rounding twice, in either direction, changes nothing.
     """
 
     power_of_two: bool = True

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trimtab.experts.recipes.numbers import E4M3, Quantized
+from trimtab.experts.recipes.numbers import E4M3, Encoded
 from trimtab.kernels.tensor_checks import count
 
 Packed = tuple[Tensor, Tensor]
@@ -62,26 +62,26 @@ class Engine:
         )  # fmt: skip
         return y
 
-    def row_scales(self, q: Quantized) -> Tensor:
+    def row_scales(self, q: Encoded) -> Tensor:
         """Of rows that are contracted along C."""
         raise NotImplementedError
 
-    def weight_scales(self, q: Quantized, turned: bool) -> Tensor:
+    def weight_scales(self, q: Encoded, turned: bool) -> Tensor:
         """Of a weight [e, C, N]; where `turned` of [e, N, C]."""
         raise NotImplementedError
 
-    def column_scales(self, q: Quantized, offsets_e: Tensor) -> Tensor:
+    def column_scales(self, q: Encoded, offsets_e: Tensor) -> Tensor:
         """Of rows [S, C] that are contracted along S."""
         raise NotImplementedError
 
-    def rows(self, x: Quantized, w: Quantized, turned: bool, offsets_e: Tensor) -> Tensor:
+    def rows(self, x: Encoded, w: Encoded, turned: bool, offsets_e: Tensor) -> Tensor:
         """Rows [S, C] times w [e, C, N], or, where `turned`, w^T of [e, N, C]: [S, N], zero in the padding."""
         right = _stored(w.values if turned else w.values.mT), self.weight_scales(w, turned)
         y = self.product((_stored(x.values), self.row_scales(x)), right, offsets_e)
         index_S = torch.arange(y.shape[0], device=y.device)
         return y.masked_fill_((index_S >= offsets_e[-1])[:, None], 0)
 
-    def columns(self, rows: Quantized, offsets_e: Tensor) -> Packed:
+    def columns(self, rows: Encoded, offsets_e: Tensor) -> Packed:
         """An operand of `wgrad`, one byte per value."""
         return _stored(rows.values.t()), self.column_scales(rows, offsets_e)
 
@@ -97,13 +97,13 @@ class RowwiseEngine(Engine):
     scaling, alignment, capability, multiple = "RowWise", 16, (9, 0), 16
     options: Mapping[str, Any] = {"use_fast_accum": False}  # sums in float32 throughout
 
-    def row_scales(self, q: Quantized) -> Tensor:
+    def row_scales(self, q: Encoded) -> Tensor:
         return q.scale[:, 0].contiguous()
 
-    def weight_scales(self, q: Quantized, turned: bool) -> Tensor:
+    def weight_scales(self, q: Encoded, turned: bool) -> Tensor:
         return q.scale.squeeze(2 if turned else 1).contiguous()
 
-    def column_scales(self, q: Quantized, offsets_e: Tensor) -> Tensor:
+    def column_scales(self, q: Encoded, offsets_e: Tensor) -> Tensor:
         return q.scale.reshape(-1)
 
 
@@ -120,14 +120,14 @@ class MXFP8Engine(Engine):
         swizzle = torch.nn.functional.SwizzleType.SWIZZLE_32_4_4
         self.options = {"swizzle_a": swizzle, "swizzle_b": swizzle}
 
-    def row_scales(self, q: Quantized) -> Tensor:
+    def row_scales(self, q: Encoded) -> Tensor:
         made = _tiles(q.scale)
         return made.reshape(made.shape[0] * 128, -1)
 
-    def weight_scales(self, q: Quantized, turned: bool) -> Tensor:
+    def weight_scales(self, q: Encoded, turned: bool) -> Tensor:
         return _tiles(q.scale if turned else q.scale.mT).flatten(1)
 
-    def column_scales(self, q: Quantized, offsets_e: Tensor) -> Tensor:
+    def column_scales(self, q: Encoded, offsets_e: Tensor) -> Tensor:
         made = _tiles(q.scale.t())
         return _by_segment(made, offsets_e.long() // 128).view(made.shape[0] * 128, -1)
 

@@ -55,7 +55,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class Encoded:
     """values: float32 on the format's grid. scale: as stored, one per block. factor: it, broadcastable to values.
 
     `values.to(format.dtype)` is exact: those are the bytes that the hardware reads.
@@ -65,7 +65,7 @@ class Quantized:
     scale: Tensor
     factor: Tensor
 
-    def dequantized(self) -> Tensor:
+    def decoded(self) -> Tensor:
         """values * factor, rounded once to float32."""
         return self.values * self.factor
 

@@ -20,13 +20,6 @@ if TYPE_CHECKING:
     from trimtab.integrations.megatron.router import Router as Router
     from trimtab.integrations.megatron.specs import use as use
 
-_HOMES = {
-    "MoELayer": "trimtab.integrations.megatron.layer",
-    "TokenDispatcher": "trimtab.integrations.megatron.dispatcher",
-    "Experts": "trimtab.integrations.megatron.experts",
-    "Router": "trimtab.integrations.megatron.router",
-    "use": "trimtab.integrations.megatron.specs",
-}
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

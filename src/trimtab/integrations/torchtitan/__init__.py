@@ -20,14 +20,8 @@ if TYPE_CHECKING:
     from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher as TokenDispatcher
     from trimtab.integrations.torchtitan.exchange import Dispatched as Dispatched
     from trimtab.integrations.torchtitan.exchange import TokenExchange as TokenExchange
-    from trimtab.integrations.torchtitan.replicated import RoutedExperts as RoutedExperts
+    from trimtab.integrations.torchtitan.override import RoutedExperts as RoutedExperts
 
-_HOMES = {
-    "TokenDispatcher": "trimtab.integrations.torchtitan.dispatcher",
-    "TokenExchange": "trimtab.integrations.torchtitan.exchange",
-    "Dispatched": "trimtab.integrations.torchtitan.exchange",
-    "RoutedExperts": "trimtab.integrations.torchtitan.replicated",
-}
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

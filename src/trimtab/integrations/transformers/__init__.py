@@ -14,26 +14,13 @@ from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trimtab.dispatch.options import CombineMode
-    from trimtab.integrations.transformers.lora.config import lora_config as lora_config
+    from trimtab.integrations.transformers.callbacks import LoadBalancerCallback as LoadBalancerCallback
+    from trimtab.integrations.transformers.callbacks import LoadCallback as LoadCallback
+    from trimtab.integrations.transformers.lora import lora_config as lora_config
     from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig as QuantizedExpertsConfig
     from trimtab.integrations.transformers.quantized.quantizer import dequantize_experts as dequantize_experts
     from trimtab.integrations.transformers.quantized.quantizer import quantize_experts as quantize_experts
     from trimtab.integrations.transformers.routers.load_balancer import LoadBalancer as LoadBalancer
-    from trimtab.integrations.transformers.trainer.load_balancer_callback import (
-        LoadBalancerCallback as LoadBalancerCallback,
-    )
-    from trimtab.integrations.transformers.trainer.load_callback import LoadCallback as LoadCallback
-
-_HOMES = {
-    "LoadBalancer": "trimtab.integrations.transformers.routers.load_balancer",
-    "LoadBalancerCallback": "trimtab.integrations.transformers.trainer.load_balancer_callback",
-    "LoadCallback": "trimtab.integrations.transformers.trainer.load_callback",
-    "QuantizedExpertsConfig": "trimtab.integrations.transformers.quantized.quantizer",
-    "dequantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
-    "lora_config": "trimtab.integrations.transformers.lora.config",
-    "quantize_experts": "trimtab.integrations.transformers.quantized.quantizer",
-}
-"""Names that derive from classes of transformers, which is imported when one of them is first used."""
 
 
 def register(
@@ -100,9 +87,7 @@ def register(
     kernels = KernelChoice("auto")  # one for all layers: tested once
     for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
         registry.register(name, partial(experts_forward, kernels=kernels))
-    own = {
-        "experts_name": name, "options": options, "kernels": kernels, "built": count(), "living": WeakSet(),
-    }  # fmt: skip
+    own = {"experts_name": name, "options": options, "kernels": kernels, "built": count(), "living": WeakSet()}
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))
 
 
@@ -115,4 +100,4 @@ def import_transformers(who: str) -> ModuleType:
 
 
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _HOMES)
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

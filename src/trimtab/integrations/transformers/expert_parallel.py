@@ -23,17 +23,17 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from trimtab.autograd import forward_of, narrowed
 from trimtab.dispatch.checks import shape_problems
-from trimtab.dispatch.dispatcher import Dispatched, Dispatcher
+from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import Facts
 from trimtab.dispatch.options import ExchangeOptions
-from trimtab.dispatch.route import ZeroGradients
+from trimtab.dispatch.route import Dispatched, ZeroGradients
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.dispatch.transport import Transport
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.weight import LoraFactors
 from trimtab.integrations.transformers.experts import attached_lora, experts_forward
-from trimtab.integrations.transformers.replicated_params import OwnExperts
+from trimtab.integrations.transformers.lora import OwnExperts
 from trimtab.kernels.choose import KernelChoice
 from trimtab.layout import SequenceLayout
 
@@ -53,31 +53,23 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     built: Iterator[int]
     """Numbers the experts modules in the order in which they are built, the same on every rank."""
     living: WeakSet[TrimtabEP]
-    """The modules built under this name that are in use: those of one mesh share a transport, and so a guard."""
+    """Those built under this name that are in use. All that were given one mesh, which is one model's, share a
+    transport, which is gone with them: the mesh outlives them in torch's caches, and another model's may equal it."""
+    transport: Transport
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts: Any = experts
         self.ep_group = ep_mesh.get_group()
         self.tp_group = tp_mesh.get_group()
-        self.transport = self._transport_over(ep_mesh)
+        shared = (other.transport for other in self.living if other.ep_mesh is ep_mesh)
+        self.transport = next(shared, None) or TRANSPORTS[self.options.transport](self.ep_group)
         self.living.add(self)
         self.dispatcher = Dispatcher(
-            self.num_local_experts * ep_mesh.size(),
-            self.transport,
-            combine=self.options.combine,
-            layer=f"{type(experts).__name__} {next(self.built)}",
+            self.num_local_experts * ep_mesh.size(), self.transport,
+            combine=self.options.combine, layer=f"{type(experts).__name__} {next(self.built)}",
             replication=self.options.replication if ep_mesh.size() > 1 else None,
-        )
-
-    def _transport_over(self, ep_mesh: DeviceMesh) -> Transport:
-        """One for all modules that were given this very mesh, which is one model's, and gone with them.
-
-        All ranks must share alike. By the group or by an equal mesh they would not: a model that is given up is still
-        found until its cycles are collected, and when that is differs between ranks.
-        """
-        shared = (other.transport for other in self.living if other.ep_mesh is ep_mesh)
-        return next(shared, None) or TRANSPORTS[self.options.transport](self.ep_group)
+        )  # fmt: skip
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted expert outputs [T, D] for this rank's tokens. Every rank of the expert group must call."""

@@ -109,12 +109,10 @@ struct GeGLU {
 struct Activation {
     bool gate;
     void (*forward)(const float* g, const float* u, long n, float w, Shape, float* h);  // h * w
-    // From dh: `d_gate` and `d_up` of dh * w. Adds the lanes of h * dh to `dot`, [VL].
-    void (*backward)(const float* g, const float* u, const float* dh, long n, float w, Shape, float* d_gate, float* d_up,
-                     float* dot);
-    // The same, and h * w; `hw` may be `dh`.
-    void (*both)(const float* g, const float* u, const float* dh, long n, float w, Shape, float* hw, float* d_gate,
-                 float* d_up, float* dot);
+    // From dh: `d_gate` and `d_up` of dh * w. Adds the lanes of h * dh to `dot`, [VL]. The second gives h * w as well.
+    void (*backward[2])(
+        const float* g, const float* u, const float* dh, long n, float w, Shape, float* hw, float* d_gate, float* d_up,
+        float* dot);
 };
 
 template <class A>
@@ -123,8 +121,10 @@ void forward_part(const float* g, const float* u, long n, float w, Shape p, floa
 }
 
 template <class A, bool Hidden>
-INLINE void gradient_part(const float* g, const float* u, const float* dh, long n, float w, Shape p, float* hw,
-                          float* d_gate, float* d_up, float* dot) {
+void backward_part(
+    const float* g, const float* u, const float* dh, long n, float w, Shape p, float* hw, float* d_gate, float* d_up,
+    float* dot
+) {
     vf total = load(dot);
     for (long i = 0; i < n; i += VL) {
         vf d = load(dh + i), dg, du, h = A::backward(load(g + i), A::gate ? load(u + i) : vf{}, d * w, &dg, &du, p);
@@ -136,21 +136,9 @@ INLINE void gradient_part(const float* g, const float* u, const float* dh, long 
     store(dot, total);
 }
 
-template <class A>
-void backward_part(const float* g, const float* u, const float* dh, long n, float w, Shape p, float* d_gate, float* d_up,
-                   float* dot) {
-    gradient_part<A, false>(g, u, dh, n, w, p, nullptr, d_gate, d_up, dot);
-}
-
-template <class A>
-void both_part(const float* g, const float* u, const float* dh, long n, float w, Shape p, float* hw, float* d_gate,
-               float* d_up, float* dot) {
-    gradient_part<A, true>(g, u, dh, n, w, p, hw, d_gate, d_up, dot);
-}
-
 inline Activation activation(int act) {
 #define OF(A) \
-    Activation { A::gate, forward_part<A>, backward_part<A>, both_part<A> }
+    Activation { A::gate, forward_part<A>, {backward_part<A, false>, backward_part<A, true>} }
     switch (act) {
         case SWIGLU: return OF(SwiGLU);
         case GEGLU: return OF(GeGLU<false>);

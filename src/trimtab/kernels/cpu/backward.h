@@ -2,6 +2,7 @@
 //
 //     dh = dy[row] down^T, dw = sum(h * dh) (+ bias . dy), d_pre = activation'(pre) (dh * w), dx = the sum of d_pre up^T
 #pragma once
+#include "forward.h"
 #include "wgrad.h"
 
 // d_pre of a row's part of n hidden values in the order of the parameters, in `to` as an operand and in `kept`, if that
@@ -68,12 +69,9 @@ void hidden_gradients(
                 widen_row(pre, g, nn);
                 if (act.gate) widen_row(pre + F, u, nn);
                 const float w = weight_of(c, r);
-                if (kept.hidden) {
-                    act.both(g, u, dh, nn, w, shape_of(c), hw, dg, du, s.sums + i * VL);
-                    for (long n = 0; n < nn; n += VL) store(kept.hidden + r * F + n0 + n, load(hw + n), nn - n);
-                } else {
-                    act.backward(g, u, dh, nn, w, shape_of(c), dg, du, s.sums + i * VL);
-                }
+                act.backward[kept.hidden != nullptr](g, u, dh, nn, w, shape_of(c), hw, dg, du, s.sums + i * VL);
+                for (long n = 0; kept.hidden && n < nn; n += VL)
+                    store(kept.hidden + r * F + n0 + n, load(hw + n), nn - n);
                 keep_gradients(c, dg, du, nn, to, beside);
                 Op::end_row(d_pre + i * ldh, I);
             }
@@ -92,14 +90,8 @@ template <class T, class W, class Op>
 void backward(const Call& c) {
     using Value = typename Op::Value;
     const std::vector<Wave> all = waves(c);
-    const long most = largest(c, all);
     const Shared shared(c, all);
-    const unsigned word = control_word();
-#pragma omp parallel num_threads(c.threads)
-    {
-        const Controlled controlled(word);
-        [[maybe_unused]] const typename Op::Session session;
-        const Scratch s(c, omp_get_thread_num(), most);
+    by_team<Op>(c, largest(c, all), [&](const Scratch& s) {
         const Combine<T> dx(c, c.dx);
         const long I = width(c), K = I + c.rank_up, ldh = Op::pitch(K);
         const auto kept = [&](const Wave& wave) {
@@ -125,5 +117,5 @@ void backward(const Call& c) {
                 weight_gradients<T, Op>(o, wave, s);
             });
         dx.end();
-    }
+    });
 }

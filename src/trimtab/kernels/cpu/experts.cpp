@@ -2,7 +2,6 @@
 #include <cerrno>
 
 #include "backward.h"
-#include "forward.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif

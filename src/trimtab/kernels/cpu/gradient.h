@@ -1,6 +1,6 @@
 // What gradients of parameters are made of, in blocks, and where they go.
 #pragma once
-#include "low_rank.h"
+#include "rows.h"
 
 enum Operand { X, DY, DPRE, H, U_UP, V_UP, U_DOWN, V_DOWN };
 

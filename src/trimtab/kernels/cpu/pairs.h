@@ -18,7 +18,7 @@ struct TileConfig {  // as ldtilecfg reads it
 static_assert(sizeof(TileConfig) == 64);
 
 #if defined(TRIMTAB_EMULATE_BF16)
-#include "emulated.h"
+#include TRIMTAB_EMULATE_BF16
 #define HAVE_DOT
 #define HAVE_AMX
 #else

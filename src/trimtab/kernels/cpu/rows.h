@@ -91,6 +91,18 @@ struct Scratch {
     }
 };
 
+// run(a thread's memory) by every thread of a team.
+template <class Op, class Run>
+void by_team(const Call& c, long most, Run run) {
+    const unsigned word = control_word();
+#pragma omp parallel num_threads(c.threads)
+    {
+        const Controlled controlled(word);
+        [[maybe_unused]] const typename Op::Session session;
+        run(Scratch(c, omp_get_thread_num(), most));
+    }
+}
+
 // Whether hidden rows are kept from the backward's first product for the weight gradients behind it.
 inline bool keeps_hidden(const Call& c) { return paired(c) && c.dy && !c.d_pre && (c.d_down || c.d_down_a); }
 

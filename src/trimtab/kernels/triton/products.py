@@ -1,4 +1,7 @@
-"""Grouped products, and weight gradients with either operand gathered on load.
+"""The backend "triton": grouped products, and weight gradients with either operand gathered on load, of all experts at
+once, sizes on the device. Expert MLPs with SwiGLU take the fused kernels of `trimtab.experts.on_triton`.
+
+Never run on a GPU: run in Triton's interpreter against float64, and compiled for compute capability 9.0.
 
     grouped_rows   y[segment i] = scale * (x[segment i] @ w[i]); weighted at the end
     weight_grad    dw[i] = a[segment i]^T @ b[segment i]; an empty segment writes zeros, or adds nothing
@@ -8,8 +11,12 @@ Legend: R rows of all segments, n rows of an operand before its gather, e expert
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from trimtab.errors import BackendError
+from trimtab.kernels.api import Block
+from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.kernels.triton.language import (
     Launch,
     halves,
@@ -22,7 +29,9 @@ from trimtab.kernels.triton.language import (
     tl,
     triton,
 )
+from trimtab.kernels.triton.moves import gather
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PART = tl.constexpr(32)
 """Columns that are written at once: the addresses of more spill."""
 
@@ -205,3 +214,28 @@ def weight_grad(
         b_width, *out_eAB.stride(), GATHER_A=a_index_R is not None, GATHER_B=b_index_R is not None, ADD=add,
         EVEN=a_width % tiles.m == 0 and b_width % tiles.n == 0,
     )  # fmt: skip
+
+
+class TritonBackend(GroupedMMBackend):
+    """Grouped GEMMs in Triton for CUDA devices; sums and expansions as in `GroupedMMBackend`."""
+
+    name = "triton"
+
+    def __init__(self, launch: Launch | None = None) -> None:
+        self.launch = Launch() if launch is None else launch
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype not in DTYPES:
+            raise BackendError(f"kernels 'triton' have no {dtype}: use kernels 'torch' on the CPU")
+        return dtype
+
+    def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
+        return gather(x.contiguous(), index_R)
+
+    def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
+        y = x_RA.new_empty(x_RA.shape[0], w_eAB.shape[2]) if out is None or not out.is_contiguous() else out
+        grouped_rows(x_RA.contiguous(), w_eAB.to(x_RA.dtype), block.offsets_e, y, self.launch, zero_tail=True)
+        return y if out is None or out is y else out.copy_(y)
+
+    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
+        weight_grad(a_RA.contiguous(), b_RB.contiguous(), block.offsets_e, out_eAB, self.launch, add=add)

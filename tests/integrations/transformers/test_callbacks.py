@@ -1,4 +1,4 @@
-"""LoadCallback in real Trainers: what trackers, the file and a counter of the test's own say is the same."""
+"""Callbacks in real Trainers: trackers, the file and a counter of the test's own say the same; biases move by steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from helpers.ranks import run_ranks
 from helpers.small_trainers import options, sft
 from trimtab.autograd import in_backward
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers import LoadCallback
+from trimtab.integrations.transformers import LoadBalancerCallback, LoadCallback
+from trimtab.integrations.transformers.routers.find import find_routers
 from trimtab.routing.loads import load_metrics, load_scalars
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -147,6 +148,29 @@ def test_layers_of_trimtab_show_what_they_drop(tmp_path: Path) -> None:
     assert step == 2
     assert layers["moe.router"] == load_metrics(kept.tolist(), slots - int(kept.sum()))
     assert layers["moe.router"]["drop_rate"] > 0.1
+
+
+def test_a_balancer_ends_its_steps_in_a_trainer(tmp_path: Path) -> None:
+    model = build_model("qwen3_moe")
+    config = TrainingArguments(**options(tmp_path, max_steps=3))
+    rows = [{"input_ids": [n + 2, 3, 4 * n + 1, 5], "labels": [n + 2, 3, 4 * n + 1, 5]} for n in range(12)]
+    trainer = Trainer(model=model, args=config, train_dataset=rows)
+    callback = LoadBalancerCallback(trainer, rate=0.25, add_bias=True, aux_loss=0.1)
+    taken: list[dict[str, Tensor]] = []
+    step = callback.balance.step
+    callback.balance.step = lambda: taken.append(step()) or taken[-1]  # type: ignore[method-assign]
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.balance.micro_batches == 2
+    assert len(taken) == 3
+    assert all(int(load.sum()) == 2 * 2 * 4 * 2 for loads in taken for load in loads.values())
+    for place in find_routers(model):
+        mean = 2 * 2 * 4 * 2 / 8
+        moved = sum((mean - loads[place.name].double()).sign() for loads in taken) * 0.25
+        assert torch.equal(place.module.selection_bias.double(), moved)
+    config.fp16 = True
+    with pytest.raises(ConfigError, match="bf16 instead of fp16"):
+        LoadBalancerCallback(trainer, bias=None, aux_loss=0.1)
 
 
 def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:

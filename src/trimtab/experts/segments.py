@@ -1,18 +1,27 @@
-"""Group sizes, wherever they live, to the offsets of segments.
+"""Rows in segments: their offsets from group sizes, wherever these live, and rows to their experts and back.
 
-Legend: e groups.
+    offsets_of     group sizes -> [e + 1]
+    ToExperts      rows [M, D] -> expert rows [R, D]        and its transpose
+    FromExperts    expert rows [R, D] -> sums of weight * row [M, D]
+
+Legend: e groups (experts), M rows, K slots per row, R expert rows, D model dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
+from trimtab.autograd import once_differentiable
 from trimtab.errors import InputError
+from trimtab.experts.matrix import row_dot
+from trimtab.experts.plan import ExpertPlan, slot_grads, slot_weights
+from trimtab.kernels.rows import combine_rows, gather_padded
 from trimtab.layout import segment_offsets
 from trimtab.operators import operator
 from trimtab.validation import assert_on_device, is_whole
@@ -84,3 +93,44 @@ group_offsets_op = operator(
     lambda sizes, rows: sizes.new_empty(sizes.shape[0] + 1, dtype=torch.int64),
 )
 """[e + 1] int64 on the sizes' device, checked against the number of rows."""
+
+
+class ToExperts(Function):
+    """Rows [M, D] -> expert rows [R, D], once for each kept slot; zeros in padding. `back`: its transpose, the sums."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, plan: ExpertPlan, back: bool) -> Tensor:
+        ctx.plan, ctx.back = plan, back
+        return _moved(rows, plan, back)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return _moved(d.contiguous(), ctx.plan, not ctx.back), None, None
+
+
+def _moved(rows: Tensor, plan: ExpertPlan, back: bool) -> Tensor:
+    return combine_rows(rows, plan.row_csr) if back else gather_padded(rows, plan.row_R)
+
+
+class FromExperts(Function):
+    """Expert rows [R, D] -> sums of weight * row [M, D], in the order of a row's slots; padding is not read.
+
+    Backward: weight * gradient, and a dot product for the weights, for which the experts' outputs are kept. Products
+    and sums are taken in the weights' dtype at least, which is that of the result.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out_RD: Tensor, w_MK: Tensor, plan: ExpertPlan) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(out_RD, w_MK)
+        weighted_RD = out_RD.to(torch.promote_types(out_RD.dtype, w_MK.dtype)).mul(slot_weights(w_MK, plan))
+        return combine_rows(weighted_RD, plan.row_csr)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_MD: Tensor) -> tuple[Tensor, Tensor, None]:
+        out_RD, w_MK = ctx.saved_tensors
+        dy_RD = gather_padded(dy_MD, ctx.plan.row_R)
+        dw_MK = slot_grads(row_dot(out_RD, dy_RD).to(w_MK.dtype), ctx.plan, w_MK)
+        return dy_RD.mul(slot_weights(w_MK, ctx.plan)).to(out_RD.dtype), dw_MK, None

@@ -1,4 +1,4 @@
-"""peft's adapter folders, and a model's state with one merged in.
+"""Merging adapters of peft: a model's state with one added as it is read, and `trimtab convert --merge`.
 
 A stack of experts [E, ., .] has A [E * r, in] and B [out, r * E]. Of several parameters of one module the first lies
 innermost: its tensors have the most `.base_layer` in their names.
@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trimtab.convert.tensors import TensorInfo, TensorStore
+from trimtab.convert import source as opened
+from trimtab.convert.convert import Converted, OnTensor, write_converted
+from trimtab.convert.files import SHARD_BYTES
+from trimtab.convert.layouts import Blocks
+from trimtab.convert.steps import loading_steps, mapping_of
+from trimtab.convert.tensors import Mapped, TensorInfo, TensorStore
 from trimtab.errors import ConfigError, InputError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -83,6 +88,42 @@ class WithAdapters:
         stacks, before = (t if adapter.experts is not None else t[None] for t in (whole, weight))
         self.changed[name] = [not torch.equal(a, b) for a, b in zip(stacks, before, strict=True)]
         return whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """The result of a merge. weights: those of the adapter; experts: by stack of experts, (changed experts, all)."""
+
+    written: Converted
+    weights: int
+    experts: dict[str, tuple[int, int]]
+
+
+def merge(
+    src: Path | str, adapter: Path | str, dst: Path | str, *, layout: str | None = None, shard_bytes: int = SHARD_BYTES,
+    on_tensor: OnTensor = lambda done, total: None,
+) -> Merged:  # fmt: skip
+    """Write the model in `src` with the adapter in the folder `adapter` merged, as transformers opens it, to `dst`.
+
+    Args as of `convert`; `src` may be in either form. Memory: as there, and a layer's stack of experts twice more.
+
+    Raises:
+        ConfigError, InputError: as `convert` and `read_adapter` do.
+    """
+    source = opened.open_source(Path(src), layout)
+    model = source.model
+    if source.form == "dcp":
+        state = source.blocks.to_theirs(source.store)
+    else:
+        state = Mapped(source.store, loading_steps(model, mapping_of(model), source.store))
+    opened.check_state(model, state, source.folder)
+    merged = WithAdapters(state, read_adapter(Path(adapter), model))
+    if lost := sorted(merged.adapters.keys() - state.infos.keys()):
+        raise InputError(f"{adapter}: {len(lost)} of its weights are not in {src}, first {lost[0]}")
+    plain = replace(source, store=merged, blocks=Blocks(), record=None)
+    written = write_converted(plain, Path(dst), "safetensors", shard_bytes, on_tensor)
+    experts = {n: (sum(merged.changed[n]), a.experts) for n, a in merged.adapters.items() if a.experts is not None}
+    return Merged(written=written, weights=len(merged.adapters), experts=experts)
 
 
 def read_adapter(folder: Path, model: nn.Module) -> dict[str, WeightAdapter]:
