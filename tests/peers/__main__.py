@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -42,8 +42,7 @@ def main() -> int:
     folder = Path(options.results)
     folder.mkdir(parents=True, exist_ok=True)
     if options.one:
-        result = _judge_here(peer_named(options.one))
-        (folder / f"{options.one}.json").write_text(json.dumps(result.as_dict(), indent=1))
+        (folder / f"{options.one}.result").write_bytes(pickle.dumps(_judge_here(peer_named(options.one))))
         return 0
     chosen = [peer_named(name) for name in options.names] or list(peers())
     progress, results = Progress(len(chosen), unit="peer"), {}
@@ -71,7 +70,7 @@ def _judge_here(peer: Peer) -> Result:
 
 def _in_a_process(peer: Peer, folder: Path) -> Result:
     """Judge it with its own path. Raises ConfigError where that came to no result."""
-    path = folder / f"{peer.name}.json"
+    path = folder / f"{peer.name}.result"
     path.unlink(missing_ok=True)
     places = [*(str(ROOT / name) for name in peer.folders), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places)), "OMP_NUM_THREADS": "1"}
@@ -80,7 +79,8 @@ def _in_a_process(peer: Peer, folder: Path) -> Result:
         subprocess.run(work, env=env, stdout=log, stderr=log, timeout=LIMIT, check=False)
     if not path.exists():
         raise ConfigError(f"{peer.name} was not judged within {LIMIT} s: see {path.with_suffix('.log')}")
-    return Result.of(json.loads(path.read_text()))
+    result: Result = pickle.loads(path.read_bytes())
+    return result
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import importlib.metadata
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from unittest.mock import patch
 
 from peers.registry import OURS_ALONE, SOURCES, Peer
@@ -54,13 +54,6 @@ class Result:
     absent: str = ""
     seconds: float = 0.0
     cases: list[Judged] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> Result:
-        return cls(**{**given, "cases": [Judged(**case) for case in given["cases"]]})
 
 
 def cases_of(peer: Peer, topologies: Sequence[str] = (), patterns: Sequence[str] = ()) -> list[Case]:

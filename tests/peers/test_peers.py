@@ -147,4 +147,3 @@ def test_a_page_shows_marks_and_what_nothing_explains() -> None:
     by_failure, unknown = page.explained({"transformers": result})
     assert not any(by_failure.values())
     assert [case.said for _, case in unknown] == ["RuntimeError: new"]
-    assert Result.of(result.as_dict()) == result
