@@ -199,7 +199,7 @@ def stage_of(entry: Entry) -> Stage:
     names, maps, replication = map(called, ("dispatch/", "dispatch/route.py", "dispatch/replica_route.py"))
     # Of our own functions: below a forward that is computed again lies torch's backward.
     backward, checked = "backward" in names, "handshake" in names
-    out, home = "dispatch" in maps, bool(maps & {"combine", "combine_slots"})
+    out, home = "dispatch" in maps, "combine" in maps
     phase = "dispatch" if out != backward else "combine"
     rows = out != home and not checked
     if names & {"join_shards", "unshard", "take_shard"}:
