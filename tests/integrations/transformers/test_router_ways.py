@@ -24,8 +24,8 @@ from helpers.seeing import counted, padded, seen, slots
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers import LoadBalancer
 from trimtab.integrations.transformers.routers.find import find_routers
-from trimtab.integrations.transformers.routers.selection_bias import add_selection_bias
 from trimtab.integrations.transformers.routers.observe import Observed, observing, record, replay
+from trimtab.integrations.transformers.routers.selection_bias import add_selection_bias
 from trimtab.routing.losses import StepTotals
 from trimtab.routing.observers import ADDED, BalanceLosses, Loads, SelectionBias
 from trimtab.routing.recompute import replay_in_recompute
