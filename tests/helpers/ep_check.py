@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from trimtab.integrations.transformers import dequantize_experts, quantize_experts
+from trimtab.integrations.transformers import dequantize_experts, quantize_experts, register
 
 from .ep_case import Case, Router, batches, freeze
 from .ep_ranks import Answer, Outcome
@@ -38,9 +38,11 @@ def _reference(case: Case, weights: Mapping[str, Tensor]) -> dict[str, list[Outc
     model = build_model(case.family, case.seed, case.dtype)
     if case.family not in FLOAT64_UNSHARDABLE:
         model.to(case.dtype)  # also what `from_pretrained` would leave in float32 if it were asked for bfloat16
-    model.set_experts_implementation("eager")
     if case.codes:
+        register()
+        model.set_experts_implementation("trimtab")
         dequantize_experts(quantize_experts(model, case.codes))
+    model.set_experts_implementation("eager")
     freeze(case, model)
     with torch.no_grad():
         for name, weight in weights.items():
