@@ -1,4 +1,4 @@
-"""Output that somebody else reads: in an encoding of theirs, and for as long as they like."""
+"""What no command takes; and output that somebody else reads: in an encoding of theirs, for as long as they like."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+
+from trimtab.cli.main import build_parser
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
@@ -60,3 +62,16 @@ def test_no_output_at_all() -> None:
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "nowhere" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "command"),
+    [("train --steps 5", "trimtab train"), ("verify --fuzz 9", "trimtab verify"), ("--quick", "trimtab")],
+)
+def test_whoever_refuses_an_option_names_the_help_that_lists_its_own(
+    given: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(given.split())
+    assert ended.value.code == 2
+    assert f"(see {command} --help)" in capsys.readouterr().err

@@ -5,7 +5,8 @@ Legend: B sequences, L positions, l positions of this rank, D model dim.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,33 +16,34 @@ from torch import Tensor
 from mutants.patching import Mutant, Patches
 from trimtab.dispatch import sequence_shard
 from trimtab.dispatch.all_gather import gather_uneven
-from trimtab.layout import SequenceLayout
 from trimtab.moe import MoEOutput
 from trimtab.parallel.moe import ParallelMoE
 
 
 def _flat_offset(p: Patches) -> None:
-    def take(x: Tensor, layout: SequenceLayout, rank: int) -> Tensor:
-        starts = [0, *accumulate(layout.tokens(r) for r in range(layout.ranks))]
-        return x[starts[rank] : starts[rank + 1]].contiguous()
+    def take(x: Tensor, cuts: Sequence[int], rank: int) -> Tensor:
+        tokens, lead = x.flatten(0, -2), x.shape[:-2]
+        start, end = (cut * lead.numel() for cut in cuts[rank : rank + 2])
+        return tokens[start:end].reshape(*lead, cuts[rank + 1] - cuts[rank], x.shape[-1]).contiguous()
 
     p.everywhere(sequence_shard.take_shard, take)
 
 
 def _joined_by_rank(p: Patches) -> None:
-    def join(x: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
-        longest = max(layout.tokens(rank) for rank in range(layout.ranks))
-        gathered = gather_uneven(x, longest, group)
-        return torch.cat([gathered[rank, : layout.tokens(rank)] for rank in range(layout.ranks)])
+    def join(x: Tensor, cuts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        lead = x.shape[:-2]
+        tokens = [lead.numel() * (end - start) for start, end in pairwise(cuts)]
+        gathered = gather_uneven(x.flatten(0, -2), max(tokens), group)
+        return torch.cat([gathered[rank, :n] for rank, n in enumerate(tokens)]).view(*lead, cuts[-1], x.shape[-1])
 
     p.everywhere(sequence_shard.join_shards, join)
 
 
 def _remainder(p: Patches) -> None:
-    def even(cls: type[SequenceLayout], batch: int, length: int, ranks: int) -> SequenceLayout:
-        return cls(batch=batch, cuts=tuple(rank * (length // ranks) for rank in range(ranks + 1)))
+    def even(length: int, ranks: int) -> tuple[int, ...]:
+        return (*(rank * (length // ranks) for rank in range(ranks)), length // ranks * ranks)
 
-    p.put(SequenceLayout, "even", classmethod(even))
+    p.put(sequence_shard, "shard_cuts", even)
 
 
 def _replicas_summed(p: Patches) -> None:

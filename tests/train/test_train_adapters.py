@@ -167,7 +167,7 @@ def test_other_weights_below_are_refused(config: TrainConfig, checkpoint: Path, 
     check_resume(more, 1, find_groups(more.data))
     with (model / "model.safetensors").open("ab") as file:
         file.write(b" ")
-    with pytest.raises(ConfigError, match=r"weights are not those that .* holds adapters of"):
+    with pytest.raises(ConfigError, match=r"weights are not those that .* was trained over"):
         check_resume(more, 1, find_groups(more.data))
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import trl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trimtab.errors import InputError
 from trimtab.train.assistant_spans import IGNORED, Piece, encode_chat
-from trimtab.train.presets import byte_alphabet, byte_tokenizer
+from trimtab.train.presets import byte_tokenizer
 
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
 TEMPLATES = sorted(
@@ -87,7 +86,8 @@ def shipped(name: str) -> Any:
     """A tokenizer of bytes and a template's own special tokens."""
     template = (SHIPPED / f"{name}.jinja").read_text(encoding="utf-8")
     names = sorted({*TOKEN.findall(template), end_of(name), "<|bos|>"})
-    core = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_alphabet())}, merges=[]))
+    alphabet = {char: byte for byte, char in bytes_to_unicode().items()}
+    core = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([n for n in names if not NOT_SPECIAL.search(n)])
@@ -165,51 +165,6 @@ def test_every_answer_is_learned_once_with_its_end_and_nobody_else(name: str) ->
                 context, run = next(pair for pair in found if answer in pair[1] and pair[0].endswith(before))
                 assert run.startswith(answer), (kind, context, run)
     assert trained, "the template renders nothing"
-
-
-class Window(nn.Module):
-    """The next token from the last 48."""
-
-    def __init__(self, vocab: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Embedding(vocab + 1, 16), nn.Flatten(), nn.Linear(48 * 16, 96), nn.Tanh(), nn.Linear(96, vocab)
-        )
-        self.pad = vocab
-
-    def forward(self, contexts: list[list[int]]) -> torch.Tensor:
-        return self.net(torch.tensor([([self.pad] * 48 + context)[-48:] for context in contexts]))
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_model_trained_on_a_template_answers_and_stops(name: str) -> None:
-    tok = shipped(name)
-    messages = KINDS["two"]
-    pieces = list(encode_chat(tok, messages, "here"))
-    places = [(ids[:i], label) for ids, labels in pieces for i, label in enumerate(labels) if label != IGNORED]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Window(len(tok))
-        optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-        for _ in range(200):
-            optimizer.zero_grad()
-            contexts, labels = zip(*places, strict=True)
-            loss = nn.functional.cross_entropy(model(list(contexts)), torch.tensor(labels))
-            if loss < 0.002:
-                break
-            loss.backward()
-            optimizer.step()
-    assert loss < 0.01
-    for turn, word in ((1, "Aone"), (3, "Atwo")):
-        ids = tok(rendered(tok, messages[:turn], prompt=True), add_special_tokens=False)["input_ids"]
-        answer: list[int] = []
-        for _ in range(120):
-            answer.append(int(model([ids + answer]).argmax()))
-            if tok.decode(answer[-1:]) in (end_of(name), "<|user|>"):
-                break
-        told = tok.decode(answer)
-        assert re.search(rf"{word}\s*(<[^<>]*>)+$", told), told
-        assert tok.decode(answer[-1:]) in (end_of(name), "<|user|>")
 
 
 def test_a_template_that_writes_another_end_into_history_has_its_own_end_learned() -> None:

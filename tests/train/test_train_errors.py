@@ -16,9 +16,9 @@ from transformers import LlamaConfig, TrainingArguments
 from helpers.commands import run_cli, run_python
 from trimtab.cli.main import build_parser, main
 from trimtab.errors import ConfigError
-from trimtab.processes import Interrupted, group_size, module_arguments
-from trimtab.routing import load_picture
-from trimtab.routing.load_picture import draw_loads
+from trimtab.processes import Interrupted, group_size, module_arguments, signals_raise
+from trimtab.routing import loads
+from trimtab.routing.loads import draw_loads
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.launch import launch
 from trimtab.train.loop import arguments
@@ -62,14 +62,11 @@ def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--model", "missing"], ["missing", "qwen3_moe"]),
         (["--model", "full"], ["config.json"]),
         (["--nproc", "4", "--fsdp", "3"], ["3 ranks, but there are 4"]),
-        (["--nproc", "4", "--ep", "3"], ["--ep 3", "4 ranks"]),
         (["--ep", "2"], ["--ep 2", "= 1 ranks", "start 2 ranks or a multiple with --nproc"]),
         (["--max-step", "2"], ["--max-step"]),
-        (["--tp", "2"], ["2 ranks, but there are 1"]),
         (["--nproc", "0"], ["--nproc 0"]),
         (["--dtype", "int8"], ["int8", "bfloat16"]),
         (["--lr", "fast"], ["--lr", "fast"]),
-        (["--max-steps", "0"], ["--max-steps 0"]),
         (["--max-steps", "2", "--warmup", "500"], ["--warmup 500", "not reach its peak within 2 step(s)"]),
         (["--warmup", "100"], ["--warmup 100", "within 100 step(s); lower --warmup, or raise --max-steps"]),
         (["--seq-len", "40000"], ["--seq-len 40000", "2048 positions", "max_position_embeddings"]),
@@ -222,11 +219,35 @@ def test_a_picture_that_cannot_be_drawn_is_no_failure(tmp_path: Path, monkeypatc
     """Nor is a run without a step of its own, as one that is resumed at its end to write the model."""
     (tmp_path / "metrics.jsonl").touch()
     assert str(draw_loads(tmp_path / "metrics.jsonl", tmp_path / "load.png")).startswith("not drawn: ")
-    words = closing_words(tmp_path, unit="byte", seconds=1, missing_picture="not drawn").splitlines()
+    words = closing_words(tmp_path, "byte", 1, "not drawn")
     assert [line.split()[0] for line in words] == ["metrics", "loads", "model"]
 
     def broken(*_: Path) -> NoReturn:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr(load_picture, "_draw", broken)
+    monkeypatch.setattr(loads, "_draw", broken)
     assert draw_loads(tmp_path / "metrics.jsonl", tmp_path / "load.png") == "not drawn: RuntimeError: first"
+
+
+def cut_off_by(number: signal.Signals) -> None:
+    """As torch.save, whose file ends in an error where it was cut off."""
+    with signals_raise():
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            raise RuntimeError("unexpected pos 582 vs 466")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_failure_that_follows_from_a_signal_is_the_signal(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted) as raised:
+        cut_off_by(number)
+    assert raised.value.number == number
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert signal.getsignal(number) is before
+
+
+def test_a_failure_without_a_signal_is_that_failure() -> None:
+    with pytest.raises(RuntimeError, match="on its own"), signals_raise():
+        raise RuntimeError("on its own")

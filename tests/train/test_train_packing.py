@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from helpers import family_config
 from helpers.families import build_model, family_names
@@ -21,11 +22,12 @@ from trimtab.train.assistant_spans import IGNORED
 from trimtab.train.dataset import Blocks, RankBlocks, turns
 from trimtab.train.models import keeps_documents_apart, mask_by_positions
 from trimtab.train.packing import Packer, best_fit, prepare_data
-from trimtab.train.presets import byte_tokenizer
+from trimtab.train.presets import SPECIALS, byte_tokenizer
 from trimtab.train.report import DataReport
 from trimtab.train.sources import find_groups
 
 EOS = 256
+TOKENIZER = byte_tokenizer()
 
 
 def conversation(size: int, mark: str = "a") -> dict[str, Any]:
@@ -214,3 +216,19 @@ def test_the_loss_of_a_block_is_that_of_its_conversations(name: str, monkeypatch
         for each in (apart, rows)
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+@given(st.text().filter(lambda text: not any(special in text for special in SPECIALS)))
+def test_a_token_is_a_byte(text: str) -> None:
+    ids = TOKENIZER(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_auto_tokenizer_opens_it(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    opened = AutoTokenizer.from_pretrained(tmp_path)
+    assert opened("ab<|end|>é")["input_ids"] == [97, 98, 258, 0xC3, 0xA9]
+    assert opened.eos_token_id == 256
+    assert opened.chat_template == TOKENIZER.chat_template
+    assert "trimtab" not in "".join(path.read_text() for path in tmp_path.iterdir())

@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     level = parser.add_mutually_exclusive_group()
     level.add_argument("--quick", action="store_true", help="seventeen arrangements of up to 4 ranks, float32")
-    level.add_argument("--full", action="store_true", help="all in float64 as well, and each with replicated experts")
+    level.add_argument("--full", action="store_true", help="also in float64, and each with hot experts on more ranks")
     add("--impl", default="trimtab", metavar="NAME", help="trimtab (default), or MODULE:CLASS of your own")
     add("--nproc", type=int, metavar="N", help="local ranks at most (default 8, with --quick 4; not under torchrun)")
     add("--only", nargs="+", default=[], metavar="CASE", help="names, words or globs of TOPOLOGY/PATTERN/DTYPE")

@@ -31,7 +31,7 @@ from trimtab.errors import ConfigError
 from trimtab.experts.lora import factors_of, in_use
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS
-from trimtab.experts.replicated import Replicas
+from trimtab.experts.replicated import Replicas, run_with_replicas
 from trimtab.experts.weight import LoraFactors, Weights
 from trimtab.experts.weight_grad import MAIN_GRAD_NAMES
 from trimtab.layout import experts_per_rank
@@ -106,7 +106,7 @@ class ParallelExperts(ExpertMLP):
         if replicas is None:
             y = super().forward(*met, num_slots=rows.num_slots)
         else:
-            y = self.run_with_replicas(self.expert_weights(), *met, replicas, rows.num_slots)
+            y = run_with_replicas(self, self.expert_weights(), *met, replicas, rows.num_slots)
         return self.etp.combine(y, rows)
 
     def expert_weights(self) -> Weights:

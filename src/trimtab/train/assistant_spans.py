@@ -32,16 +32,10 @@ the token that ends a turn, where the template has something else between an ear
 def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) -> Iterator[Piece]:
     """Tokenize one conversation and label the answers: each once, with the token that ends its turn.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
-        messages: `role` and `content`, strings, of each, and one of FLAGS where an answer is not to be learned.
-        place: where the conversation lies, for messages.
-        tools: a list of the tools that the assistant may call, for the template, or None.
-
     Yields one piece, or one for each context if the template rewrites earlier turns; none without an answer to learn.
 
-    Raises:
-        InputError: no template, one that refuses the messages or renders one as nothing, or a flag of another value.
+    Raises InputError where there is no template, it refuses the messages or renders one as nothing, or for a flag of
+    another value.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
@@ -82,10 +76,7 @@ class Conversation:
     place: str
 
     def chains(self, turns: list[int]) -> Iterator[list[Answer]]:
-        """Yield the answers of `turns`. Those of a chain lie in its last one's text, each in its own context.
-
-        Raises InputError where the template refuses the messages, or renders one of them as nothing.
-        """
+        """Yield the answers of `turns`. Those of a chain lie in its last one's text, each in its own context."""
         chain: list[Answer] = []
         for turn in turns:
             answer = self._answer(turn)
@@ -112,12 +103,7 @@ class Conversation:
         template = self.tokenizer.chat_template
         return isinstance(template, str) and re.search(r"{%-?\s*generation\s*-?%}", template) is not None
 
-    def is_answered(self, turn: int) -> bool:
-        """True where another answer follows that of a turn."""
-        return any(message["role"] == "assistant" for message in self.messages[turn + 1 : turn + 2])
-
     def _render(self, messages: Messages, *, prompt: bool = False) -> str:
-        """The conversation as text. Raises InputError with the template's own words."""
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tools=self.tools, tokenize=False, add_generation_prompt=prompt
@@ -127,7 +113,7 @@ class Conversation:
         return str(text).encode("utf-8", "replace").decode()
 
     def _tried(self, messages: Messages, *, prompt: bool = False) -> str | None:
-        """The same, or None where the template refuses, as many do what does not begin with a user."""
+        """The text, or None where the template refuses, as many do what does not begin with a user."""
         try:
             return self._render(messages, prompt=prompt)
         except InputError:
@@ -164,7 +150,7 @@ class Conversation:
         start = _common(text, other)
         behind = min(_common(text[::-1], other[::-1]), len(text) - start, len(other) - start)
         earlier = self._tried(self.messages[:turn])
-        least = _common(earlier, text) if earlier is not None else 0
+        least = _common(earlier or "", text)
         opening = self._opening(earlier, prompt)
         token = self.special.search(opening)
         for size in range(len(opening), token.end() - 1 if token else 0, -1):
@@ -247,11 +233,17 @@ def _label(conversation: Conversation, chain: list[Answer]) -> Piece:
     text, tokenizer = chain[-1].text, conversation.tokenizer
     spans: list[tuple[int, int, str]] = []  # beginning, end, and what is learned there in the place of what follows
     for answer in chain:
-        after = conversation.special.match(text, answer.end)
-        if after and (after[1] == answer.stop or (not answer.stop and not conversation.is_answered(answer.turn))):
+        after, following = conversation.special.match(text, answer.end), conversation.messages[answer.turn + 1 :]
+        answered = bool(following) and following[0]["role"] == "assistant"
+        if after and (after[1] == answer.stop or not (answer.stop or answered)):
             spans.append((answer.start, after.end(), ""))  # what opens the next turn may be what ends this one
         else:
-            spans.append((answer.start, answer.end, answer.stop or _end_of_text(conversation)))
+            if not answer.stop and tokenizer.eos_token is None:
+                raise InputError(
+                    f"{conversation.place}: the chat template ends no answer, and the model's tokenizer has no EOS "
+                    "token for it"
+                )
+            spans.append((answer.start, answer.end, answer.stop or str(tokenizer.eos_token)))
     ids, begins, ends = _tokens(tokenizer, text[: spans[-1][1]], [border for span in spans for border in span[:2]])
     labels = [IGNORED] * len(ids)
     at = 0
@@ -269,14 +261,6 @@ def _label(conversation: Conversation, chain: list[Answer]) -> Piece:
     return ids, labels
 
 
-def _end_of_text(conversation: Conversation) -> str:
-    if conversation.tokenizer.eos_token is None:
-        raise InputError(
-            f"{conversation.place}: the chat template ends no answer, and the model's tokenizer has no EOS token for it"
-        )
-    return str(conversation.tokenizer.eos_token)
-
-
 def _tokens(tokenizer: Any, text: str, borders: list[int]) -> tuple[list[int], list[int], list[int]]:
     """Ids of `text`, and where each begins and ends in it, at least between which of the borders."""
     if tokenizer.is_fast:
@@ -290,9 +274,6 @@ def _tokens(tokenizer: Any, text: str, borders: list[int]) -> tuple[list[int], l
 
 
 def _common(one: str, other: str) -> int:
-    """Length of the common beginning, by halving: slices are compared fast."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
-    return low
+    """Length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -34,15 +34,13 @@ def option(
 ) -> Any:
     """A field of `TrainConfig`, from which the command line, the YAML file and the docs have it.
 
-    Args:
-        group: the heading that it stands under in the help.
-        shown: stands for its value there.
-        fixed: the numbers of a run follow from it, so that a run that goes on cannot change it.
-        per_run: it is about one start of the command, and no part of what a run is made of.
+    group: the heading that it stands under in the help; `shown` stands for its value there. fixed: the numbers of a run
+    follow from it, so that a run that goes on cannot change it. per_run: it is about one start of the command.
     """
-    about: dict[str, Any] = {"group": group, "help": help, "shown": shown or "|".join(choices) or "N", "least": least}
-    about |= {"choices": choices, "fixed": fixed, "per_run": per_run}
-    return dataclasses.field(default=default, metadata=about)
+    about = {"group": group, "help": help, "shown": shown or "|".join(choices) or "N", "least": least}
+    return dataclasses.field(
+        default=default, metadata={**about, "choices": choices, "fixed": fixed, "per_run": per_run}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +199,11 @@ class TrainConfig:
             raise ConfigError(f"--replicate-experts {given}: must be off, auto or a number from 0 on, 0.1 for 10 %")
         return above
 
+    @property
+    def frozen(self) -> bool:
+        """True where the model's own weights stay as they are, and what is trained lies beside them."""
+        return self.lora is not None
+
     def resolved(self) -> TrainConfig:
         """Fill in the defaults that depend on whether the model is a preset or somebody's checkpoint."""
         steps, preset = self.max_steps or 100, self.model in PRESETS
@@ -253,17 +256,13 @@ class Mesh:
         return self.world // self.tp
 
     def data_rank(self, rank: int) -> int:
-        """The share of the data, of `data_size`, that `rank` reads."""
         return rank // self.tp
 
     @classmethod
     def of(cls, config: TrainConfig, *, world: int, num_experts: int | None = None) -> Mesh:
-        """Lay out `world` ranks as `config` asks.
-
-        fsdp defaults to what tp and replicate leave over; ep to the largest size that divides the experts and
-        fsdp * tp and is a multiple of tp, or 1. Without `num_experts` the experts are not looked at. Raises
-        ConfigError, with the arithmetic, for what does not fit.
-        """
+        """Lay out `world` ranks as `config` asks. fsdp defaults to what tp and replicate leave over; ep to the largest
+        size that divides the experts, if they are given, and fsdp * tp, and is a multiple of tp, or 1. Raises
+        ConfigError, with the arithmetic, for what does not fit."""
         tp, replicate = config.tp or 1, config.replicate or 1
         fsdp = config.fsdp or max(1, world // (tp * replicate))
         if replicate * fsdp * tp != world:

@@ -28,11 +28,8 @@ def turns(weights: Sequence[float]) -> Iterator[int]:
 
 class Blocks(Dataset[dict[str, torch.Tensor]]):
     """Prepared blocks, mapped into memory: `input_ids`, `labels` and, where conversations share blocks,
-    `position_ids`, of shape [seq_len], int64; `real` is False where a block is only filled up.
-
-    Args:
-        held_out: the share of each group's blocks, by `seed`, that is set apart: with `evaluated` those, else the rest.
-    """
+    `position_ids`, of shape [seq_len], int64; `real` is False where a block is only filled up. held_out: the share of
+    each group's blocks, by `seed`, that is set apart: with `evaluated` those, else the rest."""
 
     def __init__(self, folder: Path, *, held_out: float = 0.0, seed: int = 0, evaluated: bool = False) -> None:
         held = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -65,34 +62,24 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 class RankBlocks(IterableDataset[dict[str, torch.Tensor]]):
-    """This data-parallel rank's blocks, endlessly: each group's in a new order in each of its epochs.
+    """This data-parallel rank's blocks, endlessly: each group's in a new order, by `seed`, in each of its epochs.
 
-    Global batch s consists of blocks s * size * batch … of which rank r holds the r-th run of `batch` blocks.
-
-    Args:
-        blocks: the same on every rank.
-        batch: sequences per data-parallel rank and forward pass.
-        rank, size: this rank's place among the data-parallel ranks.
-        seed: decides the order.
-        skip: blocks of this rank that are left out at the beginning, for a run that goes on.
+    Global batch s consists of blocks s * size * batch …, of which rank r of `size` holds the r-th run of `batch`
+    blocks. skip: blocks of this rank that are left out at the beginning, for a run that goes on.
     """
 
     def __init__(self, blocks: Blocks, *, batch: int, rank: int, size: int, seed: int, skip: int = 0) -> None:
         self.blocks, self.batch, self.rank, self.size, self.seed, self.skip = blocks, batch, rank, size, seed, skip
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        sizes, taken = self.blocks.sizes, [0] * len(self.blocks.sizes)
         orders: dict[int, tuple[int, Any]] = {}
-        for group, epoch, place in itertools.islice(self._places(), self.skip, None):
-            if group not in orders or orders[group][0] != epoch:
-                rng = np.random.default_rng([self.seed, epoch, group])
-                orders[group] = epoch, rng.permutation(self.blocks.sizes[group])
-            yield self.blocks.of(group, int(orders[group][1][place]))
-
-    def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Group, epoch and place in that epoch's order of each of this rank's blocks."""
-        taken = [0] * len(self.blocks.sizes)
         for number, group in enumerate(turns(self.blocks.weights)):
-            epoch, place = divmod(taken[group], self.blocks.sizes[group])
+            epoch, place = divmod(taken[group], sizes[group])
             taken[group] += 1
-            if number // self.batch % self.size == self.rank:
-                yield group, epoch, place
+            step, turn = divmod(number // self.batch, self.size)
+            if turn != self.rank or step * self.batch + number % self.batch < self.skip:
+                continue
+            if group not in orders or orders[group][0] != epoch:
+                orders[group] = epoch, np.random.default_rng([self.seed, epoch, group]).permutation(sizes[group])
+            yield self.blocks.of(group, int(orders[group][1][place]))

@@ -45,12 +45,20 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
         if asked:
             if int(os.environ.get("RANK", 0)) == 0:
                 _report(plan)
-        elif nproc is None or nproc == 1:
-            from trimtab.train.session import run_session
-
-            run_session(plan, prepared=False)
         else:
-            _launch_ranks(plan, nproc)
+            import torch
+
+            from trimtab.train.out_folder import make_room
+
+            if torch.cuda.is_available() and (nproc or 1) > torch.cuda.device_count():
+                raise ConfigError(f"--nproc {nproc}: this machine has {torch.cuda.device_count()} GPU(s)")
+            with contextlib.closing(make_room(plan)):
+                if nproc is None or nproc == 1:
+                    from trimtab.train.session import run_session
+
+                    run_session(plan, prepared=True)
+                else:
+                    _launch_ranks(plan, nproc)
 
 
 def _report(plan: Plan) -> None:
@@ -66,21 +74,16 @@ def _report(plan: Plan) -> None:
 
 
 def _launch_ranks(plan: Plan, nproc: int) -> None:
-    import torch
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from trimtab.train.out_folder import make_room
-
-    if torch.cuda.is_available() and nproc > torch.cuda.device_count():
-        raise ConfigError(f"--nproc {nproc}: this machine has {torch.cuda.device_count()} GPU(s)")
     inherited = {"OMP_NUM_THREADS": str(max(1, cores() // nproc))}
     if not plan.config.debug:
         inherited["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.update({name: value for name, value in inherited.items() if name not in os.environ})
-    with contextlib.closing(make_room(plan)), tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
         elastic = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -103,18 +106,13 @@ def _launch_ranks(plan: Plan, nproc: int) -> None:
             raise Interrupted(int(error.sigval)) from error
 
 
-def _log_file(out: Path, rank: int) -> Path:
-    """The file for a rank's output and traceback."""
-    return out / LOGS / f"rank-{rank}.log"
-
-
 def _log_places(out: Path, scratch: Path) -> Any:
     """Rank 0 speaks on the terminal, the others into files; what went wrong is noted in `scratch`."""
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
     class LogPlaces(LogsSpecs):
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            logs = {rank: str(_log_file(out, rank)) if rank else "" for rank in envs}
+            logs = {rank: str(out / LOGS / f"rank-{rank}.log") if rank else "" for rank in envs}
             errors = {rank: str(scratch / f"error-{rank}.json") for rank in envs}
             for rank, env in envs.items():
                 env["TORCHELASTIC_ERROR_FILE"] = errors[rank]
@@ -145,7 +143,7 @@ def _root_cause(failures: dict[int, Any], out: Path) -> str:
         hint = "; SIGKILL often means that memory ran out" if failure.exitcode == -signal.SIGKILL else ""
         return f"rank {rank} was ended by {failure.signal_name()}{hint}; the other ranks have been stopped"
     said = failure.error_file_data.get("message", f"exit code {failure.exitcode}")
-    log = _log_file(out, rank)
+    log = out / LOGS / f"rank-{rank}.log"
     return f"rank {rank} failed: {said}; {f'details in {log}' if log.exists() else 'what it said is above'}"
 
 
@@ -180,7 +178,7 @@ def _fail(error: Exception, config: TrainConfig, *, launched: bool) -> NoReturn:
         follows = isinstance(error, (PeerLost, PhaseTimeout))
         word = {"message": message, "timestamp": int(time.time()), "expected": expected, "follows": follows}
         Path(path).write_text(json.dumps(word), encoding="utf-8")
-    log = _log_file(Path(config.out), rank)
+    log = Path(config.out) / LOGS / f"rank-{rank}.log"
     if not expected and log.parent.is_dir():
         with log.open("a", encoding="utf-8") as file:
             traceback.print_exc(file=file)

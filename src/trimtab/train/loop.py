@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
 from trimtab.integrations.transformers.lora import average_replicated
+from trimtab.integrations.transformers.model_loads import ModelLoads
 from trimtab.integrations.transformers.routers.observe import Observed
-from trimtab.integrations.transformers.trainer.replica_counts import ReplicaCounts, with_replica_counts
-from trimtab.routing.loads import load_metrics, load_scalars
+from trimtab.routing.loads import load_scalars
 from trimtab.routing.observers import BalanceLosses, Loads
 from trimtab.train.assistant_spans import IGNORED
 from trimtab.train.config import Mesh, TrainConfig
@@ -35,7 +36,7 @@ from trimtab.train.resume import Checkpoints, describe_run
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
-    """The sum of `values` over all ranks, in place; the values themselves without ranks."""
+    """Sum `values` over all ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values
@@ -72,44 +73,9 @@ def arguments(config: TrainConfig, mesh: Mesh) -> TrainingArguments:
     return made
 
 
-class Bar(ProgressCallback):  # type: ignore[misc]
-    """The Trainer's progress bar with the last numbers at its end instead of a printed line per step."""
-
-    training_bar: Any
-    evaluated = ""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin where the run goes on."""
-        super().on_train_begin(args, state, control, **kwargs)
-        self.current_step = state.global_step
-        if self.training_bar is not None:
-            self.training_bar.reset()
-            self.training_bar.initial = self.training_bar.n = state.global_step
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Show loss and speed behind the bar."""
-        if self.training_bar is not None and "tokens_per_second" in logs:
-            shown = f"loss {logs['loss']:.3f}, {logs['tokens_per_second']:,.0f} tokens/s"
-            self.evaluated = f", eval {logs['eval_loss']:.3f}" if "eval_loss" in logs else self.evaluated
-            self.training_bar.set_postfix_str(shown + self.evaluated)
-
-    def close(self) -> None:
-        """Leave the bar as it is, on a line of its own; a run that ends early would draw it over the message."""
-        if self.training_bar is not None:
-            self.training_bar.close()
-            self.training_bar = None
-
-
 class MoETrainer(Trainer):  # type: ignore[misc]
-    """`Trainer` for one mesh of ranks over an endless stream of blocks.
-
-    Args:
-        plan: of the run, its data ready and its steps known.
-        model: loaded for it, with adapters where it has them.
-        rank: of this process.
-
-    After `train`, `state.global_step` says how many steps are taken.
-    """
+    """`Trainer` for one mesh of ranks over an endless stream of blocks, by a plan whose data is ready and whose steps
+    are known. After `train`, `state.global_step` says how many are taken."""
 
     def __init__(self, plan: Plan, model: Any, rank: int) -> None:
         config, mesh = plan.config, plan.mesh
@@ -134,8 +100,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self.balance = BalanceLosses(aux_loss=coefficient or 0.0, z_loss=0.0, group=lambda: group)
         self.balance.micro_batches = config.grad_accum
         self._without_logits = {"output_router_logits": False} if hasattr(text, "output_router_logits") else {}
-        self.loads, self.replicas = Loads(), ReplicaCounts(model)
-        self.observed = Observed(model, self.loads, *([self.balance] if coefficient else []))
+        self.loads = ModelLoads(model, *([self.balance] if coefficient else []))
         device = self.args.device
         # Sums of counts stay exact; Apple's GPUs have no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
@@ -147,8 +112,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._ended = checkpoints.start
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.bar = Bar()
-        self.add_callback(self.bar)
+        self.bar = tqdm(total=config.max_steps, initial=self._ended, disable=rank > 0)
+        self._evaluated = ""
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Keep tensor parallelism from Accelerate: the model and the data know of it, and on CPU it is refused."""
@@ -161,7 +126,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return DataLoader(self.train_dataset, batch_size=self.args.per_device_train_batch_size)
 
     def _sync_replicated_trainable_parameters(self, model: Any) -> None:
-        """Adapters beside a sharded model lie whole on every rank: average their gradients as a backward ends, on
+        """What trains beside a sharded model lies whole on every rank: average its gradients as a backward ends, on
         Gloo too."""
         if hasattr(self.model, "peft_config"):
             average_replicated(self.model)
@@ -219,7 +184,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self, model: Any, inputs: dict[str, torch.Tensor], rows: torch.Tensor | None = None
     ) -> tuple[Any, torch.Tensor]:
         """The outputs for a batch, and the sum of its targets' losses. rows: those whose tokens count in loads."""
-        self.observed.token_mask = inputs["real"] if rows is None else inputs["real"] & rows[:, None]
+        self.loads.observed.token_mask = inputs["real"] if rows is None else inputs["real"] & rows[:, None]
         given = {name: value for name, value in inputs.items() if name not in ("labels", "real")}
         if "position_ids" in inputs and is_flash_attention_requested(self.model.config):
             # Its kernels look at positions in a batch of one row alone.
@@ -250,8 +215,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             sums += torch.stack([nll.to(self._wide), (inputs["labels"][:, 1:] != IGNORED).sum().to(self._wide)])
         counting.remove()
         self.model.train()
-        nll, targets, *counts = all_sum(torch.cat([sums, routed.take().to(self._wide)])).tolist()
-        worst = max(load_metrics(loads)["max_vio"] for loads, _ in routed.listed(counts).values())
+        nll, targets = all_sum(sums).tolist()
+        loads = routed.records(dist.group.WORLD if dist.is_initialized() else None)
+        worst = max(record["max_vio"] for record in loads.values())
         return {"eval_loss": nll / max(targets, 1.0), "eval_max_vio": worst}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -259,8 +225,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         if "grad_norm" not in logs:  # the Trainer's closing summary
             return
         # The ranks of a TP group hold the same batch: the sum has it tp times.
-        summed = all_sum(torch.cat([self._nll[None], self.loads.take().to(self._wide)])) / self.mesh.tp
-        nll, *counts = summed.tolist()
+        nll = float(all_sum(self._nll)) / self.mesh.tp
         self._nll.zero_()
         self.balance.reset()
         now = time.perf_counter()
@@ -281,9 +246,12 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         due = step % self.eval_every == 0 or step == self.args.max_steps or self.checkpoints.is_due(step)
         if self.held_out is not None and due:
             record |= self._evaluate(self.held_out)
-        layers = {name: load_metrics(loads) for name, (loads, _) in self.loads.listed(counts).items()}
-        layers = with_replica_counts(layers, self.replicas.reported())
+        layers = self.loads.take(self.mesh.tp)
         super().log(record | load_scalars(layers), start_time)
+        self._evaluated = f", eval {record['eval_loss']:.3f}" if "eval_loss" in record else self._evaluated
+        shown = f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s"
+        self.bar.set_postfix_str(shown + self._evaluated, refresh=False)
+        self.bar.update()
         if self.is_world_process_zero():
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**record, "layers": layers}) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from trimtab.errors import ConfigError, first_line
 from trimtab.integrations.transformers.lora import lora_config
 from trimtab.integrations.transformers.quantized import allocate_params
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
-from trimtab.integrations.transformers.quantized.quantizer import experts_in
+from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig, experts_in
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
 
@@ -43,11 +43,6 @@ def inspect(model: str, attn: str | None = None) -> Any:
             "trimtab trains Mixture-of-Experts models whose experts module it does"
         )
     return skeleton
-
-
-def num_experts(model: Any) -> dict[str, int]:
-    """The number of experts by the name of each MoE layer's experts module; of the global ones before sharding."""
-    return {name: int(cast(int, module.num_experts)) for name, module in experts_modules(model).items()}
 
 
 def num_rows(model: Any) -> int:
@@ -141,8 +136,6 @@ def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
     """
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
-
-    from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig
 
     trimtab.integrations.transformers.register(
         IMPLEMENTATION, replicate_experts=config.tolerance, copy_cost=config.copy_cost
@@ -257,10 +250,8 @@ def trained_part(model: nn.Module) -> nn.Module:
 
 
 def write_adapter(model: Any, folder: Path, *, base: str, dtype: str | None) -> None:
-    """Write peft's folder of the model's adapters, which every rank has whole; one rank calls.
-
-    base: where the model below lies, as the folder says. dtype: of the adapters; that of training if not given.
-    """
+    """Write peft's folder of the model's adapters, which every rank has whole; one rank calls. base: where the model
+    below lies, as the folder says. dtype: of the adapters; that of training if not given."""
     (made,) = model.peft_config.values()
     made.base_model_name_or_path = base
     wanted = None if dtype is None else getattr(torch, dtype)

@@ -34,10 +34,9 @@ def make_room(plan: Plan) -> TextIO:
     """Make the output folder and the data in it, drop what an earlier run left there, and write a preset's weights.
 
     A run that goes on keeps all of it; what lies behind its checkpoint goes once that is loaded. Returns the file that
-    marks the folder as this run's: no other run begins there before it is closed.
-
-    Raises ConfigError where another run is writing there, or has left what nobody asked to remove, and InputError for
-    data that cannot be trained on: then nothing has been removed, and no folder is left that was not there.
+    marks the folder as this run's: no other run begins there before it is closed. Raises ConfigError where another run
+    is writing there, or has left what nobody asked to remove, and InputError for data that cannot be trained on: then
+    nothing has been removed, and no folder is left that was not there.
     """
     out, config = plan.out, plan.config
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -123,7 +122,7 @@ def _made_of(plan: Plan, groups: list[Group], draws: int | None) -> str:
 
 
 def write_init(plan: Plan) -> None:
-    """Write a preset's first weights, or quantized ones in bfloat16, where `checkpoint` expects them, in the place of
+    """Write a preset's first weights, or a checkpoint's in bfloat16, where `checkpoint` expects them, in the place of
     others or of half of them."""
     model, seed, folder = plan.config.model, plan.config.seed, plan.checkpoint
     whose, mark = identity(model, seed), folder / IDENTITY

@@ -64,23 +64,18 @@ class Encoder:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Put items into bins, the longest first, each where it leaves the least room. Returns the bins' items by index.
-
-    As TRL's packing does, but for bins of many thousand items rather than of one batch of a `map`.
-    """
-    bins: dict[int, list[list[int]]] = {}
-    spaces: list[int] = []  # those that a bin has, sorted
+    """Put items into bins, the longest first, each where it leaves the least room. Returns the bins' items by index."""
+    bins: list[list[int]] = []
+    spaces: list[tuple[int, int]] = []  # room that is left and its bin, sorted
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect.bisect_left(spaces, lengths[item])
-        space, chosen = (room, []) if at == len(spaces) else (spaces[at], bins[spaces[at]].pop())
-        if space in bins and not bins[space]:
-            del bins[space], spaces[at]
-        chosen.append(item)
-        left = space - lengths[item]
-        if left not in bins:
-            bisect.insort(spaces, left)
-        bins.setdefault(left, []).append(chosen)
-    return [each for _, same in sorted(bins.items()) for each in same]
+        at = bisect.bisect_left(spaces, (lengths[item], 0))
+        if at == len(spaces):
+            bins.append([])
+        space, n = spaces.pop(at) if at < len(spaces) else (room, len(bins) - 1)
+        bins[n].append(item)
+        if space > lengths[item]:
+            bisect.insort(spaces, (space - lengths[item], n))
+    return bins
 
 
 class _Writer:
@@ -93,7 +88,6 @@ class _Writer:
         self._window: list[Document] = []
 
     def text(self, ids: list[int]) -> None:
-        """Add to the text; full blocks are written."""
         self._rest += ids
         full = len(self._rest) // self.seq_len * self.seq_len
         for block in np.array(self._rest[:full], np.int32).reshape(-1, self.seq_len):
@@ -102,14 +96,12 @@ class _Writer:
         del self._rest[:full]
 
     def document(self, document: Document) -> None:
-        """Add a document that is not cut."""
         self._window.append(document)
         self._held += document.shape[1]
         if self._held >= WINDOW_TOKENS:
             self._pack()
 
     def close(self) -> None:
-        """Write what is left."""
         self._pack()
         if len(self._rest) > 1:
             self._write([np.array([self._rest, self._rest], np.int32)])
@@ -137,15 +129,8 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Packer:
-    """Turns records into blocks.
-
-    Attributes:
-        tokenizer: a Hugging Face tokenizer with an EOS token.
-        seq_len: tokens of a block.
-        seed: of the order of texts.
-        packed: True where several conversations share a block; else each has one of its own.
-        too_long: "truncate" what is longer than a block from the right, or "drop" it.
-    """
+    """Turns records into blocks of `seq_len` tokens. packed: True where several conversations share a block. too_long:
+    "truncate" what is longer than a block from the right, or "drop" it."""
 
     tokenizer: Any
     seq_len: int
@@ -154,10 +139,7 @@ class Packer:
     too_long: str = "truncate"
 
     def write(self, group: Group, path: Path, most: int | None) -> DataReport:
-        """Read and check all of a group and write its blocks: of plain text at most `most`, if that is all it holds.
-
-        Raises InputError for a record that is malformed, or that the tokenizer's template refuses.
-        """
+        """Read and check all of a group and write its blocks: of plain text at most `most`, if that is all it holds."""
         from tqdm import tqdm
 
         report, encoder = DataReport(group.unread), Encoder(self.tokenizer)
@@ -207,10 +189,8 @@ class Packer:
 def prepare_data(groups: Sequence[Group], packer: Packer, folder: Path, draws: int | None) -> list[DataReport]:
     """Write the blocks of all groups, and an index of them, to a folder, which is made anew; `Blocks` opens it.
 
-    Args:
-        draws: blocks that a run takes; plain text is read only as far as they reach. None: all.
-
-    Raises InputError for the first record that is malformed, and where a group has nothing to learn from.
+    draws: blocks that a run takes; plain text is read only as far as they reach. None: all. Raises InputError for the
+    first record that is malformed or that the chat template refuses, and where a group has nothing to learn from.
     """
     weights = [group.weight for group in groups]
     taken = Counter(itertools.islice(turns(weights), draws)) if draws is not None else None

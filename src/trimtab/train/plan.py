@@ -55,7 +55,6 @@ class Plan:
 
     @property
     def packer(self) -> Packer:
-        """The packer of the run's records into blocks."""
         from trimtab.train.models import keeps_documents_apart
         from trimtab.train.packing import Packer
 
@@ -100,11 +99,12 @@ class Plan:
 
     def described(self) -> Iterator[str]:
         """Lines that say what a run would train, on what, in which steps and with what memory."""
+        from trimtab.convert.layouts import experts_modules
         from trimtab.integrations.transformers.summary import summary
-        from trimtab.train.models import num_experts, num_rows, trained_skeleton
+        from trimtab.train.models import num_rows, trained_skeleton
 
         config, mesh, skeleton = self.config, self.mesh, self.skeleton
-        layers = [dict(skeleton.get_submodule(name).named_parameters()) for name in num_experts(skeleton)]
+        layers = [dict(module.named_parameters()) for module in experts_modules(skeleton).values()]
         found, whole = summary(trained_skeleton(skeleton, config)), sum(p.numel() for p in skeleton.parameters())
         of_experts = sum(p.numel() for layer in layers for p in layer.values())
         shapes = ", ".join(f"{name} {list(p.shape)}" for name, p in layers[0].items())
@@ -126,7 +126,7 @@ class Plan:
         )
         shards, logits = mesh.fsdp * mesh.tp, 4 * tokens * num_rows(skeleton)
         plain = found.of(state="frozen").count * (2 if config.dtype == "bfloat16" else 4)
-        trained = 16 * found.of(state="trained").count / (1 if config.lora else shards)
+        trained = 16 * found.of(state="trained").count / (1 if config.frozen else shards)
         held = trained + (plain + found.of(state="quantized").bytes) / shards
         yield (
             f"memory  of a rank: {held / 1e9:.3g} GB for weights, gradients and AdamW's moments, "
@@ -136,15 +136,14 @@ class Plan:
 
 
 def plan_run(config: TrainConfig, world: int) -> Plan:
-    """Check the options against output folder, data, model and `world` ranks. Touches no file.
-
-    Raises ConfigError or InputError. transformers says no more than errors from here on, unless `debug` is set.
-    """
+    """Check the options against output folder, data, model and `world` ranks. Touches no file. Raises ConfigError or
+    InputError. transformers says no more than errors from here on, unless `debug` is set."""
     groups, eval_groups = _check_options(config, world)
     import_transformers("trimtab train")
     from transformers.utils import logging as transformers_logging
 
-    from trimtab.train.models import check_model, inspect, load_tokenizer, num_experts
+    from trimtab.convert.layouts import experts_modules
+    from trimtab.train.models import check_model, inspect, load_tokenizer
     from trimtab.train.weights import open_source, quantization
 
     transformers_logging.disable_progress_bar()
@@ -153,7 +152,8 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
     asked, config, folder = config, config.resolved(), Path(config.model)
     _check_names(config)
     skeleton, preset = inspect(config.model, config.attn), config.model in PRESETS
-    mesh = Mesh.of(config, world=world, num_experts=math.gcd(*num_experts(skeleton).values()))
+    experts = math.gcd(*(int(each.num_experts) for each in experts_modules(skeleton).values()))  # type: ignore[arg-type]
+    mesh = Mesh.of(config, world=world, num_experts=experts)
     source = None if preset else open_source(folder, skeleton, config.drop)
     tokenizer = load_tokenizer(config.model)
     check_model(config, skeleton, mesh, tokenizer)
@@ -205,11 +205,11 @@ def check_kept(config: TrainConfig) -> None:
     held, finished = on_disk.latest(out / CHECKPOINTS), (out / FINAL).exists()
     begun = 0 if resume is None else on_disk.step_of(resume)
     ours = resume is not None and held is not None and resume.parent.resolve() == held.parent.resolve()
-    copies = [p for p in on_disk.unfinished_checkpoints(out / CHECKPOINTS) if not p.name.endswith(on_disk.UNFINISHED)]
+    partial = [p for p in on_disk.unfinished_checkpoints(out / CHECKPOINTS) if not p.name.endswith(on_disk.UNFINISHED)]
     if held is not None and not (ours and on_disk.step_of(held) <= begun):
         what = f"{'later ' if ours else ''}checkpoints of a {'finished ' if finished else ''}run, up to {held.name}"
         remedy = "" if finished else f"go on from there by --resume {out}, "
-    elif late := [path.name for path in copies if on_disk.step_of(path) > begun]:
+    elif late := [path.name for path in partial if on_disk.step_of(path) > begun]:
         what, remedy = f"{late[0]}, which is not whole, half of a copy perhaps", "copy it again, "
     elif finished:
         what, remedy = f"the model of a finished run, {out / FINAL}", ""

@@ -81,10 +81,7 @@ def preset_config(name: str) -> Any:
 
 def write_preset(name: str, seed: int, folder: Path) -> None:
     """Initialize preset `name` from `seed` and save model and byte tokenizer to `folder`, the same bits anywhere.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    Raises InputError where it cannot be written."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -104,19 +101,13 @@ def identity(model: str, seed: int) -> str:
     return json.dumps({"model": model, "seed": seed, "made of": made_of}, indent=1, sort_keys=True) + "\n"
 
 
-def byte_alphabet() -> list[str]:
-    """The printable character that stands for each byte value 0..255 in byte-level tokenizers."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return [bytes_to_unicode()[byte] for byte in range(BYTE_VOCAB)]
-
-
 def byte_tokenizer() -> Any:
     """Build the byte tokenizer: a `PreTrainedTokenizerFast` of 259 ids with EOS and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    core = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_alphabet())}, merges=[]))
+    core = Tokenizer(models.BPE(vocab={char: byte for byte, char in bytes_to_unicode().items()}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(SPECIALS))

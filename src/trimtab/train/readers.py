@@ -1,7 +1,7 @@
 """Files as records: a text, a conversation, or a prompt with its completion, each with its file and line.
 
 `datasets` reads tables. It does not read JSON here: it would not say on which line a record lies, and turns rows of
-several shapes into strings of JSON. The shapes that people write records in become one.
+several shapes into strings of JSON.
 """
 
 from __future__ import annotations
@@ -74,12 +74,8 @@ def head_of(path: Path) -> bytes:
 
 
 def read_records(files: Sequence[Path], seed: int, enough: Callable[[], bool]) -> Iterator[Record]:
-    """Yield all records of `files` once, checked, the files in an order that `seed` decides.
-
-    enough: asked after each plain text of a table; once it holds, the rest of that table is not read.
-
-    Raises InputError for the first malformed record, with its place.
-    """
+    """Yield all records of `files` once, the files in an order that `seed` decides. enough: asked after each plain text
+    of a table; once it holds, the rest of that table is not read. Raises InputError for the first malformed record."""
     order = list(files)
     random.Random(f"{seed}/0").shuffle(order)
     for path in order:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint.folder import step_folder, step_of, whole_checkpoints
-from trimtab.routing.load_picture import read_metrics
+from trimtab.routing.loads import read_metrics
 
 if TYPE_CHECKING:
     from trimtab.train.readers import Record
@@ -33,20 +33,20 @@ def best_step(metrics: Path, checkpoints: Iterable[Path]) -> int | None:
     return min(((record["eval_loss"], record["step"]) for record in evaluated), default=(0.0, None))[1]
 
 
-def closing_words(out: Path, *, unit: str, seconds: float, missing_picture: str | None) -> str:
+def closing_words(out: Path, unit: str, seconds: float, missing_picture: str | None) -> Iterator[str]:
     """Lines that say how the loss fell, how even the loads were, and where everything is."""
     adapter = (out / FINAL / "adapter_config.json").exists()
     model = out / MERGED if adapter else out / FINAL
-    lines = list(_steps_taken(read_metrics(out / METRICS), unit, seconds))
+    yield from _steps_taken(read_metrics(out / METRICS), unit, seconds)
     best = best_step(out / METRICS, whole_checkpoints(out / CHECKPOINTS))
     if best is not None:
-        lines.append(f"best    {step_folder(out / CHECKPOINTS, best)}")
-    lines += [f"metrics {out / METRICS}", f"loads   {missing_picture or out / HEATMAP}"]
+        yield f"best    {step_folder(out / CHECKPOINTS, best)}"
+    yield f"metrics {out / METRICS}"
+    yield f"loads   {missing_picture or out / HEATMAP}"
     if adapter:
-        lines.append(f"adapter {out / FINAL}  (peft's, with the path of the model below)")
+        yield f"adapter {out / FINAL}  (peft's, with the path of the model below)"
     if model.exists() or not adapter:
-        lines.append(f"model   {model}  (AutoModelForCausalLM.from_pretrained opens it, without trimtab)")
-    return "\n".join(lines)
+        yield f"model   {model}  (AutoModelForCausalLM.from_pretrained opens it, without trimtab)"
 
 
 def _steps_taken(records: Iterable[dict[str, Any]], unit: str, seconds: float) -> Iterator[str]:
@@ -75,11 +75,6 @@ def _steps_taken(records: Iterable[dict[str, Any]], unit: str, seconds: float) -
         yield f"eval    {began} -> {ended} nats, max_vio {evaluated[-1]['eval_max_vio']:.2f} in the worst layer"
 
 
-def stopping_words(out: Path, *, step: int, steps: int, ranks: int) -> str:
-    """The words of a run that ends before its schedule does."""
-    return f"stopped after step {step} of {steps}; go on with: {resume_command(out, ranks)}"
-
-
 def resume_command(out: Path, ranks: int | None) -> str:
     """The command that goes on with the run that writes to `out`."""
     return f"trimtab train --resume {shlex.quote(str(out))}" + (f" --nproc {ranks}" if ranks and ranks > 1 else "")
@@ -89,11 +84,14 @@ def resume_command(out: Path, ranks: int | None) -> str:
 class Tally:
     """Counts of the records of one kind in one file, or in all plain text files."""
 
-    tokens: int = 0
     learned: int = 0
     truncated: int = 0
     lengths: array[int] = field(default_factory=lambda: array("I"))
     left_out: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
 
     def add(self, length: int, learned: int) -> None:
         """Count a record of so many tokens, of which so many are learned; an empty one is left out."""
@@ -101,7 +99,6 @@ class Tally:
             self.left_out["empty"] += 1
             return
         self.lengths.append(length)
-        self.tokens += length
         self.learned += learned
 
 

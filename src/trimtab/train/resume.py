@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,15 +32,11 @@ _COUNTS = ("last_epoch", "_step_count")
 
 
 def resumed(given: dict[str, Any]) -> TrainConfig:
-    """The configuration of a run that goes on: the checkpoint's, with those of `given` that may change.
+    """The configuration of a run that goes on: the checkpoint's, with those of `given`, by name, that may change;
+    `resume` is a run's folder, its checkpoints' or a checkpoint.
 
-    Args:
-        given: options by name; `resume` is a run's folder, its checkpoints' or a checkpoint.
-
-    Raises:
-        InputError: no whole checkpoint there.
-        ConfigError: one that `trimtab train` did not write, or that holds options which are none here; or an option of
-            FIXED with another value.
+    Raises InputError where no whole checkpoint is, and ConfigError for one that `trimtab train` did not write or that
+    has options which are none here, and for an option of FIXED with another value.
     """
     asked = Path(given["resume"])
     folder = _by_name(on_disk.resolve(asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked))
@@ -68,10 +65,7 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
 
 
 def check_resume(config: TrainConfig, ranks: int, groups: Sequence[Group]) -> None:
-    """Hold the run against its checkpoint: data, ranks that read different data, steps and metrics.
-
-    Raises ConfigError or InputError.
-    """
+    """Hold the run against its checkpoint: data, ranks that read different data, steps and metrics."""
     folder = Path(config.resume or "")
     run, step = _run_of(folder), on_disk.step_of(folder)
     if ranks != run["data_ranks"]:
@@ -87,8 +81,8 @@ def check_resume(config: TrainConfig, ranks: int, groups: Sequence[Group]) -> No
             f"{run['data']['files']} of {run['data']['bytes']} then, or other names or weights; --accept-new-data goes "
             "on with it, as many blocks into its order as were read"
         )
-    if config.lora and run.get("weights") != describe_weights(config.model):
-        raise ConfigError(f"--model {config.model}: its files of weights are not those that {folder} holds adapters of")
+    if config.frozen and run.get("weights") != describe_weights(config.model):
+        raise ConfigError(f"--model {config.model}: its files of weights are not those that {folder} was trained over")
     steps = config.max_steps or step + 1
     last = min(config.stop_after or steps, steps)
     if step >= last and not step == last == steps:  # all taken: what is left is to write the model
@@ -115,14 +109,12 @@ def describe_run(config: TrainConfig, ranks: int, groups: Sequence[Group]) -> di
     fields["data"] = [str(Path(path).resolve()) for path in config.data]
     fields["model"] = _absolute("model", config.model)
     made = {"config": fields, "data_ranks": ranks, "data": describe_data(groups)}
-    return made | {"weights": describe_weights(config.model)} if config.lora else made
+    return made | {"weights": describe_weights(config.model)} if config.frozen else made
 
 
 def read_metrics_until(folder: Path, step: int) -> list[str]:
-    """The lines of the metrics of the run that wrote the checkpoint, up to its step; none where no such file is.
-
-    Raises InputError where the record of that step, or of one before it, cannot be read.
-    """
+    """The lines of the metrics of the run that wrote the checkpoint, up to its step; none where no such file is. Raises
+    InputError where the record of that step, or of one before it, cannot be read."""
     path = folder.parent.parent / METRICS
     if folder.parent.name != CHECKPOINTS or not path.exists():
         return []
@@ -145,10 +137,8 @@ def read_metrics_until(folder: Path, step: int) -> list[str]:
 
 
 def rewind(folder: Path, step: int, out: Path) -> None:
-    """Take back what came after the checkpoint: later checkpoints, later lines of metrics, pictures and models.
-
-    Checkpoints of another run go too. The plan of a run refuses before where nobody asked for that.
-    """
+    """Take back what came after the checkpoint: later checkpoints and those of another run, later lines of metrics,
+    pictures and models. The plan of a run refuses before where nobody asked for that."""
     fresh = out / f"{METRICS}{on_disk.UNFINISHED}"
     fresh.write_text("".join(read_metrics_until(folder, step)), encoding="utf-8")
     on_disk.sync(fresh)
@@ -179,15 +169,11 @@ def advice(out: Path, nproc: int | None) -> str | None:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank must call `restore`, `restore_model` and `after_step`.
+    """The checkpoints of one run, which `describe_run` tells from others. Every rank must call `restore`,
+    `restore_model` and `after_step`.
 
-    Args:
-        config: a resolved configuration.
-        run: what `describe_run` gives.
-        base: the folder of the model that the run began with; its configuration and tokenizer go into each checkpoint.
-
-    Attributes:
-        start: the step that the run goes on from, 0 for a new one.
+    base: the folder of the model that the run began with; its configuration and tokenizer go into each checkpoint.
+    start: the step that the run goes on from, 0 for a new one.
     """
 
     def __init__(self, config: TrainConfig, run: dict[str, Any], base: Path) -> None:
@@ -195,6 +181,7 @@ class Checkpoints:
         self.config, self._run = config, run
         self.resume = None if config.resume is None else Path(config.resume)
         self.start = 0 if self.resume is None else on_disk.step_of(self.resume)
+        self._last = math.inf if config.stop_after is None else config.stop_after
         files = (base / on_disk.CONFIG, *on_disk.carried_files(base))
         self._files = {path.name: path.read_bytes() for path in files}
         self._loaded: Loaded | None = None
@@ -227,10 +214,7 @@ class Checkpoints:
     def is_due(self, step: int) -> bool:
         """True where a checkpoint is to be written after this step."""
         every = self.config.save_every
-        return bool(every and step % every == 0) or self._is_last(step)
-
-    def _is_last(self, step: int) -> bool:
-        return self.config.stop_after is not None and step >= self.config.stop_after
+        return bool(every and step % every == 0) or step >= self._last
 
     def after_step(self, step: int, model: Any, optimizer: Any, scheduler: Any) -> bool:
         """Save where a checkpoint is due. Returns True where the run is to stop here."""
@@ -243,13 +227,13 @@ class Checkpoints:
             save(self.root, self._held(model), _inner(optimizer), step=step, extra=extra, files=self._files)
             if self.config.keep:
                 on_first_rank(lambda: remove_old(self.out, self.config.keep or 0), None)
-        return self._is_last(step)
+        return step >= self._last
 
     def _held(self, model: Any) -> Any:
         """The part of the model that its checkpoints hold."""
         from trimtab.train.models import trained_part
 
-        return trained_part(model) if self.config.lora else model
+        return trained_part(model) if self.config.frozen else model
 
 
 def remove_old(out: Path, keep: int) -> None:

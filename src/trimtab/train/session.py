@@ -17,13 +17,13 @@ from trimtab.checkpoint.folder import UNFINISHED
 from trimtab.convert.files import writing
 from trimtab.integrations.transformers.summary import summary
 from trimtab.processes import leave_group
-from trimtab.routing.load_picture import draw_loads
+from trimtab.routing.loads import draw_loads
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import load_model, mask_by_positions, with_adapters, write_adapter
 from trimtab.train.out_folder import make_room
 from trimtab.train.plan import Plan
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, closing_words, stopping_words
+from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, closing_words, resume_command
 from trimtab.train.weights import open_source, write_merged, write_model
 
 LONGEST = timedelta(hours=2)
@@ -59,11 +59,12 @@ def run_session(plan: Plan, *, prepared: bool) -> None:
             if dist.is_initialized():
                 leave_group()
         if rank == 0 and done != steps:
-            print(stopping_words(plan.out, step=done, steps=steps, ranks=world), flush=True)
+            advice = resume_command(plan.out, world)
+            print(f"stopped after step {done} of {steps}; go on with: {advice}", flush=True)
         elif rank == 0:
             unit = "byte" if plan.config.model in PRESETS else "token"
             seconds = time.perf_counter() - began
-            print(closing_words(plan.out, unit=unit, seconds=seconds, missing_picture=missing), flush=True)
+            print(*closing_words(plan.out, unit, seconds, missing), sep="\n", flush=True)
 
 
 def _join_world() -> None:
@@ -85,14 +86,13 @@ def _barrier() -> None:
 
 
 def _build(plan: Plan, rank: int) -> MoETrainer:
-    config = plan.config
     if rank == 0:
         transformers_logging.enable_progress_bar()
-    model = load_model(plan.checkpoint, config, plan.mesh)
+    model = load_model(plan.checkpoint, plan.config, plan.mesh)
     transformers_logging.disable_progress_bar()
     mask_by_positions(model)
-    if config.lora:
-        model = with_adapters(model, config)
+    if plan.config.lora:
+        model = with_adapters(model, plan.config)
     if rank == 0:
         print(summary(model), flush=True)
     return MoETrainer(plan, model, rank)
@@ -101,10 +101,10 @@ def _build(plan: Plan, rank: int) -> MoETrainer:
 def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
     """Train; returns how many steps are taken. A run that had taken them all and did not write its model is loaded."""
     start = trainer.checkpoints.start
-    if start == plan.config.max_steps:
-        trainer.checkpoints.restore_model(trainer.model)
-        return start
     with contextlib.closing(trainer.bar):
+        if start == plan.config.max_steps:
+            trainer.checkpoints.restore_model(trainer.model)
+            return start
         trainer.train()
     return int(trainer.state.global_step)
 

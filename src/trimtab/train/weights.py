@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trimtab.checkpoint.folder import CONFIG
-from trimtab.checkpoint.state import plain_name, unwrapped
+from trimtab.checkpoint.state import unwrapped
+from trimtab.convert.export import LiveModel, send_all
 from trimtab.convert.files import SHARD_BYTES, SafetensorsFolder, holds_safetensors, write_safetensors
 from trimtab.convert.merge import WithAdapters, read_adapter
 from trimtab.convert.source import RECORD, check_state, ties, without
@@ -41,7 +41,7 @@ class Source:
 
     store: its tensors, but those to drop. mapping: those of transformers' transforms that loading goes through.
     carried: tensors that the model has no place for. files: that go with the weights.
-    summary: what is not trained and kept, dropped, or becomes something else, in words; empty if nothing is.
+    summary: what is not trained and kept, dropped, or becomes something else, in words.
     """
 
     store: TensorStore
@@ -54,9 +54,8 @@ class Source:
 def open_source(folder: Path, model: Any, drop: Sequence[str] = ()) -> Source:
     """Hold a checkpoint's headers against `model`, which may be on the meta device. Reads no values.
 
-    Raises:
-        InputError: a file is missing or cut off, weights or experts are missing, or a tensor is of another shape.
-        ConfigError: the weights are not in safetensors, or quantized in an unknown way.
+    Raises InputError where a file is missing or cut off, weights or experts are missing, or a tensor is of another
+    shape; ConfigError where the weights are not in safetensors, or quantized in an unknown way.
     """
     if not holds_safetensors(folder):
         raise ConfigError(f"{folder}: no weights in safetensors; open it with transformers and save it again")
@@ -79,25 +78,20 @@ def open_source(folder: Path, model: Any, drop: Sequence[str] = ()) -> Source:
 
 
 def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, write: bool) -> None:
-    """Write what `source` was opened for, trained, to `folder`. Every rank must call; one has `write`.
-
-    dtype: of the trained weights; if None, each keeps the checkpoint's.
-    """
+    """Write what `source` was opened for, trained, to `folder`, in `dtype` or each weight in the checkpoint's. Every
+    rank must call; one has `write`."""
     inner = unwrapped(model)
-    saved = _as_saved(_Live(inner), inner, source, dtype)
+    saved = _as_saved(LiveModel(inner, write=write), inner, source, dtype)
     if write:
         _write_all(saved, source, folder, dtype)
-    else:  # gathers with the others
-        for name in saved.infos:
-            saved.read([name])
+    else:
+        send_all(saved)
 
 
 def write_merged(adapter: Path, model: Any, source: Source, folder: Path, *, dtype: str | None) -> str:
     """Write what `source` was opened for, with an adapter of peft's merged into it, to `folder`: on one rank, of files
-    alone. Returns how much was changed, in words.
-
-    Raises InputError where a tensor of the adapter finds no place, or a weight becomes infinite.
-    """
+    alone. Returns how much was changed, in words. Raises InputError where a tensor of the adapter finds no place, or a
+    weight becomes infinite."""
     folder.mkdir()
     own = without(source.store, source.carried)
     state = Mapped(own, loading_steps(model, mapping_of(model), own))
@@ -212,25 +206,10 @@ def _cast(name: str, info: TensorInfo, source: Source, dtype: str | None) -> Ste
     held = source.store.infos
     common = Counter(known.dtype for known in held.values()).most_common(1)[0][0]
     wanted: torch.dtype = getattr(torch, dtype) if dtype else held[name].dtype if name in held else common
-    return Step((name,), lambda tensors: {name: tensors[name].to(wanted)})
+    return Step((name,), lambda tensors: {name: tensors[name].to(wanted)}, by_rows=True)
 
 
-class _Live:
-    """The state of a model that may be sharded: whole tensors on the CPU, gathered as they are read by every rank."""
-
-    def __init__(self, model: Any) -> None:
-        self._state = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
-        self.infos = {n: TensorInfo(shape=tuple(t.shape), dtype=t.dtype) for n, t in self._state.items()}
-
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._whole(self._state[name].detach()) for name in names}
-
-    @staticmethod
-    def _whole(tensor: Tensor) -> Tensor:
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
-
-
-class _Both:
+class _Both(TensorStore):
     """Two stores as one."""
 
     def __init__(self, *stores: TensorStore) -> None:
@@ -239,6 +218,9 @@ class _Both:
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._of[name].read([name])[name] for name in names}
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        return self._of[name].read_rows(name, rows)
 
 
 def _goes_along(path: Path, drop: Sequence[str]) -> bool:

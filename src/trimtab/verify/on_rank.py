@@ -135,7 +135,8 @@ class Bench:
             again = compare(_tensors(subject.step(share)), got, 0.0, {})
             wrong += [said and f"in run {run}, {said}" for _, said in again.values()]
         wrong += [more_than_mean(slots) for slots in outcome.slots or [] if self.place.topology.replicas == "replicas"]
-        changed = [name for name, tensor in _named(share).items() if not _same_bits(tensor, given[name])]
+        now = {name: tensor.view(torch.uint8) for name, tensor in _named(share).items()}  # NaN equals itself
+        changed = [name for name, tensor in now.items() if not torch.equal(tensor, given[name].view(torch.uint8))]
         fault = f"changed its input in place: {', '.join(changed)}" if changed else None
         mismatches = [f"rank {rank}: {said}" for said in wrong if said]
         own = self.place.experts.get_local_rank("ep")
@@ -188,11 +189,6 @@ def _named(share: Share) -> dict[str, Tensor]:
     """All that a rank is given, by name."""
     named = {"x": share.x_BlD, "dy": share.dy_BlD, "ids": share.ids_BlK, "mask": share.mask_Bl}
     return {name: tensor.detach() for name, tensor in named.items() if tensor is not None}
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Bitwise equality: NaN equals itself."""
-    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _tensors(outcome: Outcome) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from trimtab.errors import ConfigError
 from trimtab.integrations.megatron.protocol import TopKRouter, asked
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
-from trimtab.routing.port import Port, RouterInfo, carrying
+from trimtab.routing.port import Port, carrying
 
 LOSSES = {
     "aux": ("aux_loss", "load_balancing_loss"),
@@ -97,12 +97,6 @@ class Router(TopKRouter):  # type: ignore[misc]
         """Of the router that decides: `trimtab.observing`, record and replay find it here."""
         port: Port = self._decides[0].port
         return port
-
-    @property
-    def info(self) -> RouterInfo:
-        """For observers."""
-        info: RouterInfo = self._decides[0].info
-        return info
 
     def _with_losses(self, weights_TK: Tensor, routing: Any) -> Tensor:
         """The weights, whose backward is that of the losses too; and the losses in Megatron's log."""
