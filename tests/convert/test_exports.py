@@ -23,6 +23,7 @@ from helpers.reshard_case import Layout, Model
 from trimtab.convert import files
 from trimtab.convert.export import LiveModel
 from trimtab.convert.tensors import TensorStore, infos_of
+from trimtab.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,12 +70,15 @@ def saved_on_ranks(folder: Path, ep: int) -> None:
     config = DistributedConfig(ep_size=ep, fsdp_size=dist.get_world_size(), ep_implementation="trimtab")
     DTensor.full_tensor = None  # type: ignore[assignment, method-assign]  # nobody gathers
     files.BLOCK_BYTES = 300
+    (folder / "file").touch()
     for i in range(len(FAMILIES)):
         model = AutoModelForCausalLM.from_pretrained(
             folder / str(i), experts_implementation="trimtab", dtype="auto", distributed_config=config
         )
         integration.save_pretrained(model, folder / f"{i}-{ep}")
         integration.save_pretrained(model, folder / f"{i}-{ep}-several", max_shard_size=9_000)
+    with pytest.raises(InputError, match="rank 0: FileExistsError"):
+        integration.save_pretrained(model, folder / "file")
 
 
 @pytest.mark.xdist_group("ranks4")

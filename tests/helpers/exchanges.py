@@ -76,7 +76,7 @@ class Layer(nn.Module):
             param.data.copy_(whole.detach().normal_()[first : first + m] / 4)
 
     def forward(self, x: Tensor, ids: Tensor, w: Tensor, mask: Tensor | None) -> Tensor:
-        facts = Facts(self.dispatcher.weights_fact(self.experts.named_parameters()))
+        facts = Facts(self.dispatcher.weights_fact(self.experts))
         rows = self.dispatcher._dispatch(x, ids, w, mask, facts=facts)
         own = {"num_slots": rows.num_slots, "replicas": rows.replicas}
         return self.dispatcher.combine(self.experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **own), rows)

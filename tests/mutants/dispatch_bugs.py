@@ -2,152 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 from mutants.patching import Edit, bug
-=======
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from mutants.patching import Mutant, Patches
-from trimtab.dispatch import all_gather, dispatcher, route
-from trimtab.dispatch.all_gather import AllGather
-from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.over_group import pack, unpack
-from trimtab.dispatch.plan import RankPlan, RankSort, plan_ranks, sort_by_rank
-from trimtab.dispatch.route import Combine, Dispatch, Dispatched, RankRoute, Route
-from trimtab.dispatch.transport import SplitSizes
-from trimtab.kernels.rows import Csr, combine_rows, gather_rows
-
-
-def _one_choice_per_rank(p: Patches) -> None:
-    @p.around(Dispatcher, "_dispatch")
-    def dispatch(original: Any, self: Dispatcher, *args: Any, **options: Any) -> Dispatched:
-        rows: Dispatched = original(self, *args, **options)
-        if self.transport is None or rows.slot_row_R is not None:
-            return rows
-        kept = rows.ids_MK >= 0
-        return replace(rows, ids_MK=rows.ids_MK.masked_fill(kept & (kept.cumsum(1) > 1), -1), num_slots=None)
-
-
-def _last_expert(p: Patches) -> None:
-    def sort(ids_TK: Tensor, experts_per_rank: int, ranks: int) -> RankSort:
-        misled = ids_TK.masked_fill(ids_TK == experts_per_rank * ranks - 1, 0)
-        return sort_by_rank(misled, experts_per_rank, ranks)
-
-    p.put(dispatcher, "sort_by_rank", sort)
-
-
-def _ranks_reversed(p: Patches) -> None:
-    @p.around(Dispatcher, "_dispatch")
-    def dispatch(original: Any, self: Dispatcher, x: Tensor, ids: Tensor, *args: Any, **options: Any) -> Dispatched:
-        e = self.experts_per_rank
-        mirrored = (self.ranks - 1 - ids.div(e, rounding_mode="floor")) * e + ids % e
-        good = (ids >= 0) & (ids < self.num_experts)
-        rows: Dispatched = original(self, x, torch.where(good, mirrored, ids), *args, **options)
-        return rows
-
-
-def _change_plan(p: Patches, change: Any) -> None:
-    """change: RankPlan -> RankPlan."""
-
-    def plan(sort: RankSort, num_rows: int, num_slots: int, *, ordered: bool) -> RankPlan:
-        made: RankPlan = change(plan_ranks(sort, num_rows, num_slots, ordered=ordered))
-        return made
-
-    p.put(dispatcher, "plan_ranks", plan)
-
-
-def _first_rank(p: Patches) -> None:
-    def change(plan: RankPlan) -> RankPlan:
-        starts, sizes = plan.token_csr.indptr[:-1], plan.token_csr.indptr.diff()
-        offsets = torch.nn.functional.pad(sizes.clamp(max=1).cumsum(0), (1, 0))
-        return replace(plan, token_csr=Csr(indices=plan.token_csr.indices[starts[sizes > 0]], indptr=offsets))
-
-    _change_plan(p, change)
-
-
-def _arrival_order(p: Patches) -> None:
-    def change(plan: RankPlan) -> RankPlan:
-        csr = plan.slot_csr
-        return plan if csr is None else replace(plan, slot_csr=replace(csr, indices=torch.arange(csr.indices.shape[0])))
-
-    _change_plan(p, change)
-
-
-def _stale(p: Patches) -> None:
-    kept: dict[int, Tensor] = {}  # the last result of each width
-
-    def combine(rows: Tensor, csr: Csr, weights: Tensor | None = None) -> Tensor:
-        tokens, width = csr.indptr.shape[0] - 1, rows.shape[1]
-        if rows.shape[0] or width not in kept:
-            kept[width] = combine_rows(rows, csr, weights)
-            return kept[width]
-        stale = kept[width].to(rows.dtype)
-        return torch.cat((stale, stale.new_zeros(tokens, width)))[:tokens]
-
-    p.put(route, "combine_rows", combine)
-
-
-def _unpermute_empty(p: Patches) -> None:
-    def combine(rows: Tensor, csr: Csr, weights: Tensor | None = None) -> Tensor:
-        return combine_rows(rows, csr, weights) if rows.shape[0] else rows.new_zeros(0, rows.shape[1])
-
-    p.put(route, "combine_rows", combine)
-
-
-def _dw_at_home(p: Patches) -> None:
-    @p.around(Dispatch, "backward")
-    def backward(original: Any, ctx: Any, dx: Tensor, dw: Tensor, *others: Tensor) -> Any:
-        if isinstance(ctx.route, RankRoute):
-            incoming, rank = ctx.route.rows.incoming, ctx.route.transport.rank
-            cuts = [0, *accumulate(incoming)]
-            own = torch.zeros_like(dw)
-            own[cuts[rank] : cuts[rank + 1]] = dw[cuts[rank] : cuts[rank + 1]]
-            dw = own
-        return original(ctx, dx, dw, *others)
-
-
-def _shared_plan(p: Patches) -> None:
-    last: list[Route] = []
-
-    def forward(ctx: Any, route: Route, rows: Tensor, *sent: Tensor | None) -> Tensor:
-        last[:] = [route]
-        made: Tensor = original(ctx, route, rows, *sent)
-        return made
-
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return None, last[0].dispatch([dy], "backward")[0], None, None
-
-    original = Combine.forward
-    p.put(Combine, "forward", staticmethod(forward))
-    p.put(Combine, "backward", staticmethod(backward))
-
-
-def _reads_padding(p: Patches) -> None:
-    def combine(
-        self: AllGather, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]
-    ) -> list[Tensor]:
-        totals = [sum(row) for row in splits.everyone]
-        flat = all_gather.gather_uneven(pack(tensors), max(totals), self.group, self.guard).flatten(0, 1)
-        starts = [0, *accumulate(totals)]
-        parts: Sequence[tuple[int, int]] = self._segments(splits)
-        mine = torch.cat([flat[start + a : start + b] for start, (a, b) in zip(starts, parts, strict=False)])
-        return unpack(mine, tensors)
-
-    p.put(AllGather, "combine", combine)
-
-
-def _wrong_transpose(p: Patches) -> None:
-    def gather(rows: Tensor, index: Tensor) -> Tensor:
-        return gather_rows(rows, index.flip(0))
-
-    p.put(route, "gather_rows", gather)
->>>>>>> exchange
 
 DISPATCH, EXCHANGE = (f"dispatch.dispatcher:Dispatcher.{name}" for name in ("_dispatch", "_exchange"))
 PLAN, PARTS = "dispatch.plan:plan_ranks", "dispatch.route:combine_parts"
@@ -203,7 +58,7 @@ each = dw.split(list(ctx.route.rows.incoming))
     dx_TD, dw_TK = """), look=EP2),
     bug("plan_shared_by_layers",
         "the plan is kept by the module, not by the call: the next one overwrites it (torchtitan#2273, #1467)",
-        Edit("dispatch.route:Combine.forward", "ctx.route = route", "Combine.last = route"),
+        Edit("dispatch.route:Combine.forward", "ctx.route, ctx.row_R", "Combine.last, ctx.row_R"),
         Edit("dispatch.route:Combine.backward", "ctx.route", "Combine.last"), look="2r-ep2/alternating/*"),
     bug("allgather_reads_padding", "the all-gather's table is read as if no rank's rows were padded",
         Edit("dispatch.all_gather:AllGather.combine", "parts = [rows[source, start:end]", """\
@@ -213,18 +68,20 @@ starts = [0, *accumulate(sum(row) for row in splits.everyone)]
         Edit("dispatch.route:DispatchSlots.forward", "row_R)", "row_R.flip(0))"), look="1r-local-ordered/*"),
     bug("batch_1_offset",
         "shards are cut at local + T_local * rank, which is right for one sequence only (torchtitan#3604)",
-        Edit(SHARD + "take_shard", "full = x.view", """\
-first = sum(layout.tokens(before) for before in range(rank))
-    return x[first : first + layout.tokens(rank)].contiguous()
-    full = x.view"""), look=TP3),
+        Edit(SHARD + "take_shard", "return x[", """\
+lead, (start, end) = x.shape[:-2], cuts[rank : rank + 2]
+    tokens = x.flatten(0, -2)[lead.numel() * start : lead.numel() * end]
+    return tokens.view(*lead, end - start, x.shape[-1])
+    return x["""), look=TP3),
     bug("joined_by_rank", "shards are put together rank after rank instead of by position (torchtitan#3604)",
         Edit(SHARD + "join_shards", "shards = [", """\
-return torch.cat([gathered[rank, : layout.tokens(rank)] for rank in range(layout.ranks)])
+mine = [gathered[r, : lead.numel() * n] for r, n in enumerate(lengths)]
+    return torch.cat(mine).view(*lead, sum(lengths), x.shape[-1])
     shards = ["""), look=TP3),
     bug("remainder_lost",
         "every rank takes L // ranks positions and the rest is nobody's (torchtitan#3577, #3619, #3622)",
-        Edit("layout:SequenceLayout.even", "shard_cuts(length, ranks)",
-             "tuple(rank * (length // ranks) for rank in range(ranks + 1))"), look=TP3),
+        *(Edit(SHARD + name, "shard_cuts(", "(lambda size, ranks: [r * (size // ranks) for r in range(ranks + 1)])(")
+          for name in ("shard", "unshard")), look=TP3),
     bug("replicas_double_counted",
         "the output's gradient, which every rank holds, is summed over the ranks: gradients x TP",
         Edit(SHARD + "_Moved.backward", "return _moved(", """\

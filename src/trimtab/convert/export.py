@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trimtab.checkpoint.ranks import on_first_rank
 from trimtab.checkpoint.state import plain_name, unwrapped
 from trimtab.convert.files import blocks, write_safetensors
 from trimtab.convert.source import ties, without
@@ -91,16 +92,17 @@ def save_pretrained(model: Any, folder: Path | str, *, max_shard_size: int | str
 
     Beside its own shard a rank holds a block of one parameter's rows, where transformers gathers each parameter on
     every rank and all of them on rank 0. What peft or a quantizer of transformers is part of is saved by transformers.
+    Raises InputError, on every rank, where the folder cannot be made.
     """
-    folder, write = Path(folder), not dist.is_initialized() or dist.get_rank() == 0
+    model, folder, write = unwrapped(model), Path(folder), not dist.is_initialized() or dist.get_rank() == 0
     if hasattr(model, "peft_config") or getattr(model, "hf_quantizer", None) is not None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return
+    on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True), None)
     live, mapping = LiveModel(model, write=write), getattr(model, "_weight_conversions", None)
     state = without(live, (name for name, shared in ties(model).items() if shared in live.infos))
     saved = Mapped(state, saving_steps(model, saved_mapping_of(model) if mapping is None else mapping, state))
     if write:
-        folder.mkdir(parents=True, exist_ok=True)
         model.config.dtype, model.config.architectures = model.dtype, [type(model).__name__.removeprefix("FSDP")]
         model.config.save_pretrained(folder)
         if model.can_generate():
