@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helpers.megatron_cpu import megatron, megatron_ranks, parallel_state
+from helpers.megatron_cpu import megatron, megatron_ranks, parallel_state, spec_utils
 
 SEQUENCE, VOCABULARY, GLOBAL_BATCH = 16, 64, 8
 KINDS: dict[str, dict[str, Any]] = {
     "experts": {},
     "exchange": {"experts": False},
     "grouped": {},  # Megatron's TEGroupedMLP with our linears
+    "each": {},  # ours with a parameter of each expert
     "router": {"router": "trimtab"},
     "ordered": {"combine": "ordered"},
 }
@@ -43,7 +44,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Run:
-    """model, ddp: options of TransformerConfig and DistributedDataParallelConfig."""
+    """model, ddp: options of TransformerConfig and DistributedDataParallelConfig. frozen: what parameters' names hold
+    that do not train."""
 
     kind: str = "megatron"
     distributed_optimizer: bool = False
@@ -51,6 +53,7 @@ class Run:
     micro_batches: int = 2
     model: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
 
 
 def config_of(layout: Layout, run: Run) -> Any:
@@ -73,13 +76,15 @@ def spec_of(config: Any, run: Run) -> Any:
     """Of the decoder, dense layers among it where `moe_layer_freq` says so."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from trimtab.integrations.megatron import use
+    from trimtab.integrations.megatron import Experts, use
     from trimtab.integrations.megatron.linears import grouped_mlp
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if run.kind == "megatron":
         return spec
-    return use(spec, **KINDS[run.kind] | ({"experts": grouped_mlp()} if run.kind == "grouped" else {}))
+    each = spec_utils.ModuleSpec(module=Experts, params={"single_parameter": False})
+    experts = {"grouped": {"experts": grouped_mlp()}, "each": {"experts": each}}
+    return use(spec, **KINDS[run.kind] | experts.get(run.kind, {}))
 
 
 def build(layout: Layout, run: Run) -> Any:
@@ -140,6 +145,8 @@ class Training:
     def __init__(self, layout: Layout, run: Run) -> None:
         core = megatron.core
         self.run, model = run, build(layout, run)
+        for name, param in model.named_parameters():
+            param.requires_grad_(not any(part in name for part in run.frozen))
         options = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": run.distributed_optimizer} | run.ddp
         self.model = core.distributed.DistributedDataParallel(
             model.config, core.distributed.DistributedDataParallelConfig(**options), model
@@ -147,6 +154,7 @@ class Training:
         settings = core.optimizer.OptimizerConfig(
             optimizer="adam", lr=2e-3, weight_decay=0.01, clip_grad=1.0, params_dtype=torch.float32,
             use_distributed_optimizer=run.distributed_optimizer,
+            overlap_param_gather=run.ddp.get("overlap_param_gather", False),
         )  # fmt: skip
         self.optimizer = core.optimizer.get_megatron_optimizer(settings, [self.model], use_gloo_process_groups=False)
         model.config.finalize_model_grads_func = core.distributed.finalize_model_grads

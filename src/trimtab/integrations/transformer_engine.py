@@ -63,35 +63,16 @@ class GroupedLinear(Grouped):
     """
 
     def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: torch.device | str | int | None = None,
-        ub_overlap_rs: bool = False,
-        ub_overlap_ag: bool = False,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
-        single_grouped_weight: bool = False,
-        single_grouped_bias: bool = False,
-        name: str | None = None,
-        use_grouped_tensor: bool | None = None,
-        *,
-        recipe: Recipe | None = None,
-        kernels: KernelChoice | str = "auto",
-    ) -> None:
+        self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False, tp_group: ProcessGroup | None = None, tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None, rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None, bias: bool = True, return_bias: bool = False,
+        params_dtype: torch.dtype | None = None, parallel_mode: str | None = None,
+        device: torch.device | str | int | None = None, ub_overlap_rs: bool = False, ub_overlap_ag: bool = False,
+        ub_name: str | None = None, delay_wgrad_compute: bool = False, save_original_input: bool = False,
+        single_grouped_weight: bool = False, single_grouped_bias: bool = False, name: str | None = None,
+        use_grouped_tensor: bool | None = None, *, recipe: Recipe | None = None, kernels: KernelChoice | str = "auto",
+    ) -> None:  # fmt: skip
         check_flags(
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, return_bias=return_bias,
             single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias,
@@ -108,17 +89,12 @@ class GroupedLinear(Grouped):
         if _fp8("with_fp8_parameters"):
             raise ConfigError("built under TransformerEngine's quantized_model_init: parameters are not kept in FP8")
         super().__init__(
-            num_gemms,
-            _share(in_features, self.tp_size, parallel_mode, "row"),
-            _share(out_features, self.tp_size, parallel_mode, "column"),
-            bias=bias,
+            num_gemms, _share(in_features, self.tp_size, parallel_mode, "row"),
+            _share(out_features, self.tp_size, parallel_mode, "column"), bias=bias,
             dtype=torch.get_default_dtype() if params_dtype is None else params_dtype,
             device=("cuda" if torch.cuda.is_available() else "cpu") if device is None else device,
-            single_parameter=single_grouped_weight,
-            delay_wgrad=delay_wgrad_compute,
-            recipe=recipe,
-            kernels=kernels,
-        )
+            single_parameter=single_grouped_weight, delay_wgrad=delay_wgrad_compute, recipe=recipe, kernels=kernels,
+        )  # fmt: skip
         self.num_gemms, self.use_bias, self.params_dtype, self.name = num_gemms, bias, self.weights[0].dtype, name
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
@@ -160,13 +136,9 @@ class GroupedLinear(Grouped):
             bias.zero_()
 
     def forward(  # type: ignore[override]
-        self,
-        inp: Tensor,
-        m_splits: GroupSizes,
-        is_first_microbatch: bool | None = None,
-        out: Tensor | None = None,
+        self, inp: Tensor, m_splits: GroupSizes, is_first_microbatch: bool | None = None, out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor | list[Tensor]]:
+    ) -> Tensor | tuple[Tensor, Tensor | list[Tensor]]:  # fmt: skip
         """[..., out_features] in inp's dtype or autocast's; with `return_bias` the biases beside it.
 
         Args:

@@ -17,8 +17,10 @@ import pytest
 from helpers.megatron_cpu import VERSION, megatron
 from helpers.megatron_gpt import Layout, Run, assert_alike, resumed, trained
 
-OURS = ("experts", "exchange", "grouped", "ordered")
+OURS = ("experts", "each", "exchange", "grouped", "ordered")
 OVERLAP = {"overlap_grad_reduce": True, "average_in_collective": True, "bucket_size": 4096}
+GATHERED = Run(distributed_optimizer=True, ddp=OVERLAP | {"overlap_param_gather": True})
+"""Megatron gathers a module's parameters when it is called."""
 FULL = pytest.mark.megatron_full
 ranks2, ranks4 = pytest.mark.xdist_group("ranks2"), pytest.mark.xdist_group("ranks4")
 
@@ -38,6 +40,11 @@ def compare(layout: Layout, *runs: Run, beside: Layout | None = None, kinds: Seq
 @ranks2
 def test_two_expert_parallel_ranks() -> None:
     compare(Layout(2, ep=2), Run())
+
+
+@ranks2
+def test_parameters_are_gathered_before_they_are_read() -> None:
+    compare(Layout(2), replace(GATHERED, steps=3), kinds=("experts", "each"))
 
 
 @FULL
@@ -68,6 +75,14 @@ def test_expert_tensor_parallel_ranks() -> None:
     # 0.16 averages gradients of SequentialMLP over ranks that hold other parts of it, where EP is 1 and ETP is not TP
     kinds = [kind for kind in OURS if VERSION > (0, 16) or kind != "exchange"]
     compare(Layout(4, etp=4), *runs, beside=Layout(4), kinds=kinds)
+
+
+@FULL
+@ranks4
+@pytest.mark.parametrize("frozen", [(), ("linear_fc1",), ("experts",)])
+def test_frozen_experts_with_gathered_parameters_on_four_ranks(frozen: tuple[str, ...]) -> None:
+    runs = [replace(run, frozen=frozen, steps=3) for run in (Run(distributed_optimizer=True), GATHERED)]
+    compare(Layout(4, ep=2), *runs)
 
 
 @FULL

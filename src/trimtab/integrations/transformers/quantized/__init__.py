@@ -23,6 +23,10 @@ from trimtab.parallel.meshes import local_part
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 SCALES = "_scales"
 """Suffix of a weight's name: the scales of its codes."""
+CODES = "_codes"
+"""Suffix of a weight's name in files: no other program takes codes for weights."""
+SHOWN = 4
+"""Tensors that an error names; of the rest their number."""
 MARK = "codes_of_experts"
 """Attribute of a module whose weights are codes: (format, dtype of the weights)."""
 
@@ -132,3 +136,30 @@ def _placed_as(like: Tensor, local: Tensor) -> Tensor:
     if any(isinstance(place, Shard) and place.dim != 0 for place in like.placements):
         raise ConfigError("experts of codes are sharded by expert alone")
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+
+
+def check_all_read(model: nn.Module) -> None:
+    """Raise ConfigError if the checkpoint lacked a parameter that `allocate_params` prepared: transformers only warns
+    that it is MISSING, and codes without their scales are other weights."""
+    lacking = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if hasattr(module, MARK)
+        for name, parameter in module.named_parameters(recurse=False)
+        if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False))
+    ]
+    if lacking:
+        more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
+        raise ConfigError(
+            f"the checkpoint {getattr(model, 'name_or_path', '')} gave nothing, or no pairs of codes and scales, for "
+            f"{', '.join(lacking[:SHOWN])}{more}: fetch all of its files again; if its experts are plain weights, take "
+            "quantization_config out of its config.json"
+        )
+
+
+def plan_scales(model: nn.Module, plan: dict[str, str]) -> None:
+    """In a plan of parameters by `*` for numbers, scales are as their codes."""
+    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+    names = {replace_layer_number_by_wildcard(name) for name, _ in model.named_parameters()}
+    plan.update({key + SCALES: style for key, style in list(plan.items()) if key + SCALES in names})

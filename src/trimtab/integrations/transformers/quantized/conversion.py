@@ -26,10 +26,12 @@ from transformers.core_model_loading import (
     MergeModulelist,
     Transpose,
     WeightConverter,
+    WeightRenaming,
 )
 
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.quantized import (
+    CODES,
     MARK,
     SCALES,
     WEIGHTS,
@@ -80,20 +82,36 @@ class Quantize(ConversionOps):  # type: ignore[misc]
 
 
 class QuantizeWhole(ConversionOps):  # type: ignore[misc]
-    """Whole weights of modules into codes of a format; what is codes already passes."""
+    """Whole weights of modules into codes of a format; what is codes already passes. rest: for those of no experts."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, rest: ConversionOps | None = None) -> None:
+        self.name, self.rest = name, rest
 
     def convert(self, input_dict: Tensors, *, model: nn.Module, **kwargs: Any) -> Tensors:
         made: Tensors = {}
         for key, value in input_dict.items():
             module, weight = owner(model, key)
             made[key] = tensor = first(value)
-            if weight in WEIGHTS and tensor.is_floating_point():
+            if not hasattr(module, MARK):
+                made |= {} if self.rest is None else self.rest.convert({key: value}, model=model, **kwargs)
+            elif weight in WEIGHTS and tensor.is_floating_point():
                 codes, scales = quantize_matrices(tensor, self.name, transposed=bool(module.is_transposed))
                 made |= _params({key: codes}, {key: scales})
         return made
+
+
+class NamedCodes(WeightRenaming):  # type: ignore[misc]
+    """Codes by their name in files, to the name that a module has them by; `save_pretrained` does not come by here."""
+
+    def __init__(self) -> None:
+        super().__init__(rf"({'|'.join(WEIGHTS)}){CODES}", r"\1")
+
+    @staticmethod
+    def of(model: nn.Module) -> Tensors:
+        """The model's state by its names in files."""
+        coded = [path for path, module in model.named_modules() if hasattr(module, MARK)]
+        named = {f"{path}.{name}" for path in coded for name in WEIGHTS}
+        return {key + CODES * (key in named): tensor for key, tensor in model.state_dict().items()}
 
 
 class KeepQuantized(ConversionOps):  # type: ignore[misc]

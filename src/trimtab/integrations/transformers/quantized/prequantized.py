@@ -24,7 +24,7 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.experts import is_ours
-from trimtab.integrations.transformers.quantized import WEIGHTS
+from trimtab.integrations.transformers.quantized import WEIGHTS, check_all_read, plan_scales
 from trimtab.integrations.transformers.quantized.conversion import (
     FlattenBlocks,
     KeepQuantized,
@@ -35,11 +35,9 @@ from trimtab.integrations.transformers.quantized.quantizer import (
     METHOD,
     QuantizedExpertsConfig,
     allocate_experts,
-    check_all_read,
     dequantize_experts,
     experts_in,
     mark_quantized,
-    plan_scales,
 )
 
 FP8_METHODS = ("fp8", "mxfp8")

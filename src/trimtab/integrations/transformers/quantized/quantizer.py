@@ -3,8 +3,9 @@
     QuantizedExpertsConfig("nf4")       as `quantization_config=` of `from_pretrained`, once `register` was called
     quantize_experts(model, "nf4")      of a model that is there; `dequantize_experts(model)` is the way back
 
-Official checkpoints in FP8 and MXFP4 stay as they are, see `prequantized`. Everything but the experts stays as it is.
-`save_pretrained` writes codes and scales as the model has them.
+Official checkpoints in FP8 and MXFP4 stay as they are, see `prequantized`. Everything but the experts stays as it is,
+or is quantized by bitsandbytes: `QuantizedExpertsConfig(rest=BitsAndBytesConfig(...))`, or a model that was loaded so.
+`save_pretrained` writes codes and scales as the model has them, codes by names of their own: `down_proj_codes`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, PrefixChange
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -28,31 +29,41 @@ from trimtab.experts.quantized import FORMATS
 from trimtab.integrations.transformers.experts import is_ours
 from trimtab.integrations.transformers.quantized import (
     MARK,
-    SCALES,
     WEIGHTS,
     allocate_params,
+    check_all_read,
     codes_of,
     dequantize_params,
+    plan_scales,
     quantize_param,
     weights_in,
 )
-from trimtab.integrations.transformers.quantized.conversion import QuantizeWhole, makes_quantized, owner, quantizing
+from trimtab.integrations.transformers.quantized.conversion import (
+    NamedCodes,
+    QuantizeWhole,
+    makes_quantized,
+    owner,
+    quantizing,
+)
 
 METHOD = "trimtab_experts"
-SHOWN = 4
-"""Tensors that an error names; of the rest their number."""
+BESIDE = "bitsandbytes"
+"""transformers' method for linear layers beside them."""
 
 
 class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Routed experts in a format of `trimtab.experts.quantized`: "nf4" or "int8" for weights that are read and encoded;
     a checkpoint whose codes were saved may say another. Experts modules in `modules_to_not_convert`, by the ends of
-    their names, keep their weights.
+    their names, keep their weights. rest: transformers' `BitsAndBytesConfig`, or what a file has of it, for linear
+    layers.
 
     Raises:
-        ConfigError: there is no such format, or no encoder for it.
+        ConfigError: there is no such format, or no encoder for it, or another kind of config for the rest.
     """
 
-    def __init__(self, format: str = "nf4", modules_to_not_convert: list[str] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, format: str = "nf4", modules_to_not_convert: list[str] | None = None, rest: Any = None, **kwargs: Any
+    ) -> None:
         saved = "quant_method" in kwargs
         known = [name for name, row in FORMATS.items() if row.quantize or saved]
         if format not in known:
@@ -60,15 +71,30 @@ class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = METHOD
         self.format = format
         self.modules_to_not_convert = modules_to_not_convert
+        self.rest = rest if rest is None or isinstance(rest, dict) else rest.to_dict()
+        if self.rest is not None:
+            check_rest(self.rest.get("quant_method"))
 
 
 class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
-    """transformers' hooks while it loads or saves a model with a `QuantizedExpertsConfig`."""
+    """transformers' hooks while it loads or saves a model with a `QuantizedExpertsConfig`. rest: the quantizer of its
+    linear layers, which has the same hooks."""
 
     quantization_config: QuantizedExpertsConfig
 
+    def __init__(self, config: QuantizedExpertsConfig, rest: HfQuantizer | None = None, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        if rest is None and config.rest is not None:
+            rest = AutoHfQuantizer.from_config(dict(config.rest), pre_quantized=self.pre_quantized)
+        self.rest = rest or Nothing(config)
+        if self.rest.quantization_config is not config:
+            config.rest = self.rest.quantization_config.to_dict()
+        for hook in ("validate_environment", "update_device_map", "adjust_max_memory", "is_serializable"):
+            setattr(self, hook, getattr(self.rest, hook))
+
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         """Raises ConfigError before anything is read: no experts, blocks that do not fit, a layout without codes."""
+        self.rest._process_model_before_weight_loading(model, **kwargs)
         allocate_experts(
             model, experts_in(model, self.quantization_config.modules_to_not_convert), self.quantization_config.format
         )
@@ -77,38 +103,59 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         plan_scales(model, plan)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        if self.pre_quantized:
-            return False
         module, name = owner(model, param_name)
-        return name in WEIGHTS and hasattr(module, MARK)
+        ours = not self.pre_quantized and name in WEIGHTS and hasattr(module, MARK)
+        return ours or bool(self.rest.param_needs_quantization(model, param_name, **kwargs))
 
     def get_quantize_ops(self) -> ConversionOps:
-        return QuantizeWhole(self.quantization_config.format)
+        return QuantizeWhole(self.quantization_config.format, self.rest.get_quantize_ops())
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
         if self.pre_quantized:  # codes are saved as the model has them
-            return [converter for converter in weight_conversions if not makes_quantized(converter, model)]
+            kept = [converter for converter in weight_conversions if not makes_quantized(converter, model)]
+            return [NamedCodes(), *self.rest.update_weight_conversions(kept, model)]
         return quantizing(weight_conversions, model, self.quantization_config.format)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         check_all_read(model)
-        mark_quantized(model, self.quantization_config)
+        self.rest._process_model_after_weight_loading(model, **kwargs)
+        mark_quantized(model, self.quantization_config, self.rest)
         return model
 
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
+        return NamedCodes.of(model), {}
+
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        self.rest._dequantize(model, dtype=dtype)
         return dequantize_experts(model, dtype)
 
     def is_serializable(self) -> bool:
+        """Said by the rest's."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters are."""
-        return True
+        """What lies on top is."""
+        return bool(self.rest.is_trainable)
 
     @property
     def is_qat_trainable(self) -> bool:
         """Everything that is not quantized is."""
+        return bool(self.rest.is_qat_trainable)
+
+
+class Nothing(HfQuantizer):  # type: ignore[misc]
+    """The quantizer of the rest where that stays as it is."""
+
+    is_trainable = is_qat_trainable = True
+
+    def get_quantize_ops(self) -> None:
+        """None."""
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        return model
+
+    def is_serializable(self) -> bool:
         return True
 
 
@@ -131,9 +178,7 @@ def allocate_experts(model: nn.Module, modules: list[nn.Module], name: str) -> N
 
     Raises ConfigError if nothing of ours would run them, or the layout is none that codes have.
     """
-    for module in modules:
-        if not is_ours(module):
-            raise ConfigError(f"experts as codes are run by trimtab: pass experts_implementation='trimtab' ({name})")
+    check_ours(modules, name)
     layout: Any = getattr(model.config, "distributed_config", None)
     if layout is not None and layout.tp_size > 1 and layout.ep_size == 1:
         raise ConfigError("experts of codes are sharded by expert alone: pass ep_size= beside tp_size=")
@@ -144,47 +189,46 @@ def allocate_experts(model: nn.Module, modules: list[nn.Module], name: str) -> N
         module._is_hf_initialized = True  # type: ignore[assignment]  # what was not read is not drawn
 
 
-def check_all_read(model: nn.Module) -> None:
-    """Raise ConfigError if the checkpoint lacked a parameter that `allocate_experts` prepared: transformers only warns
-    that it is MISSING, and codes without their scales are other weights."""
-    lacking = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if hasattr(module, MARK)
-        for name, parameter in module.named_parameters(recurse=False)
-        if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False))
-    ]
-    if lacking:
-        more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
+def check_ours(modules: list[nn.Module], name: str) -> None:
+    """Raise ConfigError if another implementation runs one of these: it would read codes as weights."""
+    if not all(is_ours(module) for module in modules):
         raise ConfigError(
-            f"the checkpoint {getattr(model, 'name_or_path', '')} gave nothing, or no pairs of codes and scales, for "
-            f"{', '.join(lacking[:SHOWN])}{more}: fetch all of its files again; if its experts are plain weights, take "
-            "quantization_config out of its config.json"
+            f"experts as codes are run by trimtab: pass experts_implementation='trimtab' to from_pretrained, or call "
+            f"model.set_experts_implementation('trimtab') before ({name})"
         )
 
 
-def plan_scales(model: nn.Module, plan: dict[str, str]) -> None:
-    """In a plan of parameters by `*` for numbers, scales are as their codes."""
-    from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+def check_rest(method: Any) -> None:
+    """Raise ConfigError if linear layers that are quantized so do not go beside experts of codes."""
+    known = getattr(method, "value", method)
+    if known != BESIDE:
+        raise ConfigError(
+            f"quantized by {known}: experts as codes go beside {BESIDE}, QuantizedExpertsConfig(rest="
+            "BitsAndBytesConfig(load_in_4bit=True)), or beside plain layers; load the model without it"
+        )
 
-    names = {replace_layer_number_by_wildcard(name) for name, _ in model.named_parameters()}
-    plan.update({key + SCALES: style for key, style in list(plan.items()) if key + SCALES in names})
 
-
-def mark_quantized(model: Any, config: QuantizedExpertsConfig) -> None:
-    """Mark a model that has codes as one: its config says so, and `save_pretrained` writes them as they are."""
+def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer | None = None) -> None:
+    """Mark a model that has codes as one: its config says so, and `save_pretrained` writes them as they are. rest: the
+    quantizer of its linear layers."""
     plain = [
         name for name, module in model.named_modules() if is_transformers_experts(module) and not hasattr(module, MARK)
     ]
     config.modules_to_not_convert = [name.removeprefix(f"{model.base_model_prefix}.") for name in plain] or None
-    quantizer = ExpertsQuantizer(config, pre_quantized=True)
+    quantizer = ExpertsQuantizer(config, rest, pre_quantized=True)
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
     model.config.quantization_config = config
     used: Any = getattr(model, "_weight_conversions", None)
     if used is None:
         used = get_model_conversion_mapping(model, add_legacy=False)
         used = [converter for converter in used if not isinstance(converter, PrefixChange)]
-    model._weight_conversions = quantizer.update_weight_conversions(used, model)
+    model._weight_conversions = [
+        converter
+        for converter in used
+        if not isinstance(converter, NamedCodes)
+        and not makes_quantized(converter, model)
+        and not any(getattr(op, "hf_quantizer", None) is quantizer.rest for op in getattr(converter, "operations", ()))
+    ]
 
 
 def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
@@ -192,24 +236,29 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
 
     Raises:
         ConfigError: there is no encoder for the format, its blocks do not divide the experts' inputs, or the model has
-            no experts modules of transformers, has codes already or is sharded by FSDP.
+            no experts modules of transformers, has codes already, is sharded by FSDP, has experts that another
+            implementation runs, or linear layers that are quantized otherwise than by bitsandbytes.
     """
     found, config = experts_in(model), QuantizedExpertsConfig(name)
+    theirs: Any = getattr(model, "hf_quantizer", None)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError("experts are quantized before fully_shard, or while from_pretrained reads them")
     if any(codes_of(module, weight) for module in found for weight, _ in weights_in(module)):
         raise ConfigError(f"the experts of {type(model).__name__} are codes already")
+    check_ours(found, name)
+    if theirs is not None:
+        check_rest(theirs.quantization_config.quant_method)
     for module in found:
         for weight, _ in list(weights_in(module)):
             quantize_param(module, weight, name)
     if isinstance(model, PreTrainedModel):
-        mark_quantized(model, config)
+        mark_quantized(model, config, theirs)
     return model
 
 
 def dequantize_experts(model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
-    """Put the weights that codes stand for back in their place, layer by layer; returns the model. Also of a model with
-    peft's adapters, which can then be merged.
+    """Put the weights that codes stand for back in their place, layer by layer; returns the model. Also under peft,
+    which can then merge.
 
     Args:
         dtype: of the weights; by default the one that they had.
@@ -227,5 +276,10 @@ def dequantize_experts(model: nn.Module, dtype: torch.dtype | str | None = None)
         dequantize_params(module, to)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and isinstance(getattr(module, "hf_quantizer", None), HfQuantizer):
+            rest: Any = getattr(module.hf_quantizer, "rest", None)
             module.hf_quantizer.remove_quantization_config(module)
+            if rest is not None and not isinstance(rest, Nothing):  # the linear layers stay as they are
+                module.hf_quantizer, module.is_quantized = rest, True
+                module.quantization_method = rest.quantization_config.quant_method
+                module.config.quantization_config = rest.quantization_config
     return model
