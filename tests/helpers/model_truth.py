@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from trimtab.integrations.transformers import dequantize_experts, quantize_experts
+from trimtab.integrations.transformers import dequantize_experts, quantize_experts, register
 
 from .families import build_model, experts_modules
 from .model_case import Case, Outcome, Router, balance, prepare, run
@@ -42,10 +42,12 @@ def in_one_process(case: Case) -> Outcomes:
     model = build_model(case.family, case.seed, case.dtype)
     if case.mesh.ranks > 1 and case.family not in FLOAT64_UNSHARDABLE:
         model.to(case.dtype)  # also what `from_pretrained` would leave in float32 if it were asked for bfloat16
+    if case.codes:
+        register()
+        model.set_experts_implementation("trimtab")
+        dequantize_experts(quantize_experts(model, case.codes))
     model.set_experts_implementation(case.experts)
     assert {m.config._experts_implementation for m in experts_modules(model).values()} == {case.experts}
-    if case.codes:
-        dequantize_experts(quantize_experts(model, case.codes))
     prepare(case, model)
     ranks = case.mesh.data_ranks
     if case.balance:
