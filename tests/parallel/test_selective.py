@@ -11,17 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from helpers.comparing import relative_error
-from helpers.layout_truth import D, Model, build
+from helpers.layout_truth import D, Model, build, spread
 from helpers.ranks import run_ranks
 from trimtab.dispatch.options import COMBINE_MODES
 from trimtab.experts.activations import ACTIVATIONS
 from trimtab.moe import MoEConfig
-from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
-from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
 from trimtab.routing.recompute import replay_in_recompute
@@ -57,16 +54,7 @@ def selective_on_rank(replicate_experts: Any) -> dict[str, float]:
     gaps = {}
     for etp in (False, True):
         model = build(torch.float32)
-        mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
-        parallelize(
-            model,
-            mesh,
-            {
-                "layers.*.moe": ExpertParallel(
-                    etp="etp" if etp else None, replicate_experts=replicate_experts, copy_cost=0
-                )
-            },
-        )
+        spread(model, "layers.*.moe", etp, replicate_experts=replicate_experts, copy_cost=0)
         for layer in model.layers:
             layer["moe"].router.groups = LossGroups(batch=dist.group.WORLD, sequence=dist.group.WORLD)
         truth = gradients(model, None)
@@ -106,63 +94,14 @@ def test_shared_experts_under_a_policy_that_keeps_everything(activation: str) ->
     assert all(map(torch.equal, *found))
 
 
-class InBlocks(nn.Module):
-    """A layer in a block that is checkpointed, between others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
-        router = RouterConfig(num_experts=4, top_k=2, aux_loss=0.1)
-        # Shared experts are what a backward comes to first: before FSDP2 has gathered the others.
-        self.block = nn.Sequential(nn.LayerNorm(D), MoEConfig(dim=D, hidden=8, router=router, shared_hidden=6).build())
-
-    def forward(self, x: Tensor, mask: Tensor | None, kept: Sequence[str] | None) -> Tensor:
-        def run(h: Tensor) -> Tensor:
-            out = self.block[1](self.block[0](h), token_mask=mask)
-            return h + out.y + out.losses["aux"]
-
-        h = self.first(x)
-        h = run(h) if kept is None else checkpoint(run, h, **selecting(kept))
-        y: Tensor = self.last(h)
-        return y
-
-
-def sharded_on_rank() -> dict[str, float]:
-    """In units of FSDP2, with the experts on one rank each or on two."""
-    gaps = {}
-    for replicas, masked in itertools.product((1, 2), (False, True)):
-        torch.manual_seed(5)
-        model = InBlocks()
-        mesh = init_device_mesh("cpu", (replicas, 2 // replicas), mesh_dim_names=("edp", "ep"))
-        parallelize(model, mesh["ep"], {"block.1": ExpertParallel()})
-        fully_shard_moe(model, init_device_mesh("cpu", (2,)), mesh["edp"])
-        torch.manual_seed(7 + dist.get_rank())
-        x, found = torch.randn(2, 3, D), []
-        mask = torch.rand(2, 3) < 0.7 if masked else None
-        for kept in (None, ["mm", "addmm"]):
-            model.zero_grad()
-            model(x, mask, kept).square().sum().backward()
-            found.append([p.grad.to_local().clone() for p in model.parameters()])  # type: ignore[union-attr]
-        errors = [relative_error(a, b) for a, b in zip(*found, strict=True) if b.numel()]
-        gaps[f"{replicas} {masked}"] = max(errors)
-    return gaps
-
-
-def test_experts_in_a_unit_of_fsdp_of_their_own() -> None:
-    for gaps in run_ranks(sharded_on_rank, 2):
-        assert len(gaps) == 4
-        assert max(gaps.values()) < 1e-6, gaps
-
-
 def masked_on_rank() -> dict[str, float]:
     """One rank has a mask and the other has none, as of a batch that nothing was padded in."""
     gaps = {}
     for etp, combine, aux in itertools.product((False, True), COMBINE_MODES, (0.0, 0.1)):
         torch.manual_seed(3)
         router = RouterConfig(num_experts=4, top_k=2, aux_loss=aux)
-        mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
         layer = MoEConfig(dim=D, hidden=8, router=router, combine=combine).build()
-        model = parallelize(layer, mesh, {"": ExpertParallel(etp="etp" if etp else None)})
+        model = spread(layer, "", etp)
         layer.router.groups = LossGroups(batch=dist.group.WORLD)
         x = torch.randn(2, 3, D, requires_grad=True)
         mask = torch.ones(2, 3, dtype=torch.bool) if dist.get_rank() else None
@@ -195,9 +134,7 @@ def compiled_on_rank() -> list[int]:
         graphs.append(len(module.graph.nodes))
         return module.forward
 
-    model: nn.Module = build(torch.float32)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-    parallelize(model, mesh, {"layers.*.moe": ExpertParallel()})
+    model: nn.Module = spread(build(torch.float32), "layers.*.moe", etp=False)
     x = torch.randn(2, 3, D)
     y, losses = torch.compile(model, backend=count, fullgraph=True)(x)
     (y.square().sum() + losses).backward()

@@ -20,6 +20,7 @@ from trimtab.routing.observers import Replayer
 from trimtab.routing.port import Port, RouterInfo, RouterRun
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
+from trimtab.routing.rollouts import lay_out
 
 D, E, K, B, L = 8, 6, 2, 3, 5
 
@@ -265,3 +266,25 @@ def test_no_tokens_have_decisions_too(tmp_path: Path) -> None:
         assert loaded.ids.shape == (shape[0], 0, 2, K)
         with replay(model, loaded):
             assert model(x).shape == x.shape
+
+
+ROUTERS = [(RouterInfo(name=name, num_experts=E, top_k=K), number) for number, name in enumerate(NAMES)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("missing", range(L + 1))
+def test_rows_of_a_record_lie_where_they_are_known_to_lie(packed: bool, missing: int) -> None:
+    """Those behind a cached prefix, and those of an engine that stopped early, are as many."""
+    rows = torch.rand(L - missing, 2, E).argsort(-1)[..., :K]
+    mask, places = torch.ones(2, L), torch.arange(L).repeat(2)[None]
+    layout = {"attention_mask": None if packed else mask, "position_ids": places if packed else None}
+    lay = partial(lay_out, [None, rows], ROUTERS, 2, counted="auto", **layout)
+    for start in (0, missing):
+        ids = lay(start_len=[0, start]).ids.view(2 * L, 2, K).long()
+        assert torch.equal(ids[L + start : 2 * L + start - missing], rows)
+        assert int((ids >= 0).sum()) == rows.numel()
+    if missing < 2:
+        assert torch.equal(lay(start_len=None).ids, lay(start_len=0).ids)
+    else:
+        with pytest.raises(InputError, match=rf"sample 1: {L - missing} rows for {L} tokens.*start_len="):
+            lay(start_len=None)

@@ -261,8 +261,9 @@ class ExpertMLP(GroupedModule):
         sink = GradSink(main_grad, self._delayed.add if self.delay_wgrad else None)
         return expert_mlp(x_MD, w_MK, plan, up, down, self.activation, kernels, sink=sink, low_precision=low)
 
-    def _widths(self) -> Sequence[tuple[int, int]]:
-        return [(self.dim, 2 * self.hidden if self.gated else self.hidden), (self.hidden, self.dim)]
+    def _widths(self, ranks: int = 1) -> Sequence[tuple[int, int]]:
+        hidden = self.hidden // ranks  # that share F
+        return [(self.dim, 2 * hidden if self.gated else hidden), (hidden, self.dim)]
 
     def _device(self) -> torch.device:
         return self.down.device

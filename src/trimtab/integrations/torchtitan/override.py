@@ -64,7 +64,7 @@ class RoutedExperts(Base):  # type: ignore[misc]
         (batch, _, dim), top_k = x_BLD.shape, topk_scores_BLK.shape[-1]
         x_TD = x_BLD.view(-1, dim)
         exchange = self.token_dispatcher.exchange
-        exchange.weights = exchange.dispatcher.weights_fact(self.inner_experts.named_parameters())
+        exchange.weights = exchange.dispatcher.weights_fact(self.inner_experts)
         rows_RD, counts_e, sent = self.token_dispatcher.dispatch(
             x_TD, topk_scores_BLK.view(-1, top_k), topk_expert_ids_BLK.view(-1, top_k), num_local_tokens_per_expert_E
         )

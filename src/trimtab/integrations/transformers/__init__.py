@@ -13,6 +13,7 @@ from trimtab.errors import ConfigError
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from trimtab.convert.export import save_pretrained as save_pretrained
     from trimtab.dispatch.options import CombineMode
     from trimtab.integrations.transformers.callbacks import LoadBalancerCallback as LoadBalancerCallback
     from trimtab.integrations.transformers.callbacks import LoadCallback as LoadCallback

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -35,7 +34,6 @@ from trimtab.experts.weight import LoraFactors
 from trimtab.integrations.transformers.experts import attached_lora, experts_forward
 from trimtab.integrations.transformers.lora import OwnExperts
 from trimtab.kernels.choose import KernelChoice
-from trimtab.layout import SequenceLayout
 
 
 class TrimtabEP(EPImplementation):  # type: ignore[misc]
@@ -76,14 +74,13 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         sent = narrowed(hidden_states, self.experts) if self._ours() else hidden_states
         tensors = (sent, top_k_index, top_k_weights)
         tp_size = self.tp_mesh.size()
-        layout = SequenceLayout.even(1, hidden_states.shape[0], tp_size)
         if tp_size > 1:
-            tensors = tuple(shard(t, layout, self.tp_group) for t in tensors)  # type: ignore[assignment]
+            tensors = tuple(shard(t, self.tp_group) for t in tensors)  # type: ignore[assignment]
         rows = self.dispatcher._dispatch(
             *tensors, facts=Facts(self._weights_fact()), problems=shape_problems(*tensors, None)
         )
         y = self.dispatcher.combine(self._run_experts(rows), rows)
-        return (unshard(y, layout, self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
+        return (unshard(y, hidden_states.shape[0], self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
 
     def _part(self, lora: LoraFactors) -> LoraFactors:
         """Adapters of this rank's experts, from those of all experts, which every rank holds."""
@@ -98,8 +95,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         """With replicated experts every rank runs them alike, and has the same weights."""
         attached = attached_lora(self.experts).items()
         factors = ((f"{name}.{part}", getattr(lora, part)) for name, lora in attached for part in ("a", "b"))
-        named = chain(self.experts.named_parameters(), self.experts.named_buffers(), factors)
-        return self.dispatcher.weights_fact(named, self.experts.config._experts_implementation)
+        return self.dispatcher.weights_fact(self.experts, self.experts.config._experts_implementation, factors)
 
     def _run_experts(self, rows: Dispatched) -> Tensor:
         if self._ours():

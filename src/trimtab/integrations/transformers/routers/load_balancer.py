@@ -14,12 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trimtab.convert.files import SafetensorsFolder
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.routers.find import RouterPlace, find_routers
+from trimtab.integrations.transformers.routers.find import find_routers
 from trimtab.integrations.transformers.routers.observe import Observed, observing
+from trimtab.integrations.transformers.routers.selection_bias import (
+    HeldBias,
+    add_selection_bias,
+    check_quantile,
+    check_saved,
+    save_with_peft,
+)  # fmt: skip
 from trimtab.routing.balance import stepped_bias
 from trimtab.routing.config import BIAS_RULES
 from trimtab.routing.losses import Groups, StepTotals
@@ -27,9 +32,6 @@ from trimtab.routing.observers import ADDED, BalanceLosses, Loads, Quantiles, Se
 from trimtab.routing.port import Observer
 from trimtab.routing.quantile import quantile_bias
 from trimtab.validation import check_flags
-
-_LOOKS_UP = ("DeepseekV4HashRouter",)
-"""Routers that look experts up by the token's id: nothing is selected by scores."""
 
 
 class LoadBalancer:
@@ -58,6 +60,9 @@ class LoadBalancer:
             and pools layers. Its own is turned off.
         z_loss: coefficient of the mean square of logsumexp(logits) (arXiv 2202.08906), averaged over layers.
         group: the ranks that share the global batch, over which gradients are averaged; all if not given.
+
+    With peft make it of the PeftModel, whose `save_pretrained` then puts the biases into its file as well. peft reads
+    them back, also where a Trainer resumes. It makes no buffers: for added biases hand in its folder as `add_bias`.
 
     Losses join the backward where the router's weights are used, and not the number that the model gives as its loss:
     `losses` has their values, of the last step, coefficients included. They are in the scale of a loss that is
@@ -102,7 +107,9 @@ class LoadBalancer:
         if bias == "quantile":
             for place in biased:
                 check_quantile(place)
-        self._biases = {place.name: HeldBias(place) for place in biased} if bias else {}
+        held = {place.name: HeldBias(place) for place in biased if bias or not place.bias}
+        save_with_peft(model, held.values())
+        self._biases = held if bias else {}
         self._loads = Loads()
         self._quantiles = Quantiles({name: b.read for name, b in self._biases.items()} if bias == "quantile" else {})
         self._balance = BalanceLosses(aux_loss=aux_loss, z_loss=z_loss, group=lambda: self.group)
@@ -145,6 +152,8 @@ class LoadBalancer:
     def step(self) -> dict[str, Tensor]:
         """End an optimizer step: move the biases, forget the step's counts, and return them: slots per expert on all
         ranks, [E] int64 by router. Every rank calls; one all-reduce, with "quantile" two."""
+        if self._biases:
+            check_saved(self._model)
         loads = {name: counts[:-1] for name, counts in self._loads.take(self.group).items()}
         required = self._quantiles.take(self.group)
         for name, bias in self._biases.items():
@@ -182,92 +191,3 @@ def own_losses_off(model: nn.Module) -> Callable[[], None]:
 
     put(dict.fromkeys(found, 0.0))
     return partial(put, found)
-
-
-class HeldBias:
-    """One router's selection bias, in float32 whatever the model's dtype: its steps are below bfloat16's resolution.
-
-    A family's own buffer becomes float32 in the model; a parameter, of which the model may hold a shard, keeps its
-    dtype, and what it rounds off is kept here.
-    """
-
-    def __init__(self, place: RouterPlace) -> None:
-        self.place = place
-        self._owner, self._name = (place.bias_in, place.bias) if place.bias else (place.module, ADDED)
-        held = self._held()
-        if not isinstance(held, nn.Parameter) and held.dtype != torch.float32:
-            setattr(self._owner, self._name, held.float())
-        self._wide: Tensor | None = None
-        if self._held().dtype != torch.float32:
-            self._wide = self.read()
-
-    def _held(self) -> Tensor:
-        held: Tensor = getattr(self._owner, self._name)
-        return held
-
-    def read(self) -> Tensor:
-        """[E] float32."""
-        if self._wide is not None:
-            return self._wide
-        held = self._held().detach()
-        return (held.full_tensor() if isinstance(held, DTensor) else held).flatten().float()
-
-    @torch.no_grad()
-    def write(self, bias_E: Tensor) -> None:
-        """Put it into the model."""
-        held = self._held()
-        if self._wide is not None:
-            self._wide = bias_E
-        shaped = bias_E.view(held.shape).to(held.dtype)
-        held.copy_(
-            distribute_tensor(shaped, held.device_mesh, held.placements) if isinstance(held, DTensor) else shaped
-        )
-
-
-def add_selection_bias(places: list[RouterPlace], saved: Path | None) -> None:
-    """Give routers that have no selection bias a buffer of that name, by which the observer `SelectionBias` decides. It
-    is saved with the model.
-
-    saved: a model's folder whose biases are taken; else those that routers have, or zeros.
-
-    Raises:
-        ConfigError: a router that limits its choice to groups of experts, or a folder without the biases.
-    """
-    store = None if saved is None else SafetensorsFolder(saved)
-    # Families save blocks under other names than they have in the model; the numbers of layers are the same.
-    stored = {_numbers(name): name for name in store.infos if name.endswith(f".{ADDED}")} if store else {}
-    for place in places:
-        if place.bias or place.family in _LOOKS_UP:
-            continue
-        _check_groups(place, "a selection bias cannot be added to")
-        name = stored.get(_numbers(place.name), "")
-        if store is not None and not name:
-            raise ConfigError(f"{saved} has no {ADDED} of {place.name}: it was not saved with one that was added")
-        device = next(place.module.parameters()).device
-        if store is not None or not hasattr(place.module, ADDED):
-            bias = torch.zeros(place.num_experts) if store is None else store.read([name])[name].float()
-            place.module.register_buffer(ADDED, bias.to(device))
-
-
-def _numbers(name: str) -> tuple[str, ...]:
-    return tuple(part for part in name.split(".") if part.isdecimal())
-
-
-def check_quantile(place: RouterPlace) -> None:
-    """Raises:
-    ConfigError: scores that may be above 1, groups of experts, or nothing to choose.
-    """
-    _check_groups(place, 'bias="quantile" cannot balance')
-    if place.rule.score not in ("softmax", "sigmoid") or place.top_k >= place.num_experts:
-        raise ConfigError(
-            f'{place.name} ({place.family}): bias="quantile" is for scores by softmax or sigmoid, of more experts than '
-            'a token takes; bias="sign" takes any'
-        )
-
-
-def _check_groups(place: RouterPlace, what: str) -> None:
-    groups, best = getattr(place.module, "num_group", None) or 1, getattr(place.module, "topk_group", None) or 1
-    if groups > best:
-        raise ConfigError(
-            f"{place.name} ({place.family}): {what} routers that choose within {best} of {groups} groups of experts"
-        )

@@ -153,7 +153,7 @@ def rollout_decisions(
     *,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    start_len: int | Sequence[int] = 0,
+    start_len: int | Sequence[int] | None = None,
     layers: Literal["auto", "moe", "all"] = "auto",
 ) -> Decisions:
     """Decisions to `replay` in a training batch from what an inference engine returned with its samples.
@@ -162,11 +162,12 @@ def rollout_decisions(
         model: that will be trained, for its layers.
         routed_experts: for each sequence what vLLM, TensorRT-LLM and prime-rl return, integers [rows, layers, K] (an
             array or a tensor), or SGLang's base64 of int32; None for a sample without. Rows are its tokens from
-            `start_len` on; the last ones may be missing.
+            `start_len` on; the last one may be missing.
         attention_mask: [B, L] of the batch: one sequence in each row, padded left or right.
         position_ids: [B, L] of a packed batch: a sequence begins where they do not go on by one. With an
             `attention_mask` beside it padding is left out; without, padding must have positions that go on.
-        start_len: how many tokens of each sequence have no record, because their prefix was cached.
+        start_len: how many tokens of each sequence have no record, because their prefix was cached. Where it is given,
+            any number of the last ones may be missing.
         layers: what the second dim counts: "moe" layers alone, or "all", dense ones too; "auto" goes by its size.
 
     Tokens without a record are -1: `replay` lets them be decided live.
