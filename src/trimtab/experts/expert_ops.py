@@ -94,7 +94,7 @@ def _backward(
         p.write_to(out, wanted, adds)
     with without_autocast():
         dx, dw = backend_of(p, later).backward(p, dy, pre, need_x, d_pre)
-    nothing = dw.new_empty(0) if dx is None or d_pre is None else dw
+    nothing = p.x.new_empty(0)
     return nothing if dx is None else dx, dw, nothing if d_pre is None else d_pre
 
 

@@ -68,7 +68,7 @@ class Pass:
     def keep_u(self) -> list[Tensor]:
         """Memory for u, and that which there is."""
         rows, both = self.plan.row_R.shape[0], (self.up.lora, self.down.lora)
-        self.u = [None if lora is None else self.x.new_empty(rows, lora.rank) for lora in both]
+        self.u = [None if lora is None else self.x.new_zeros(rows, lora.rank) for lora in both]
         return [u for u in self.u if u is not None]
 
     def placed(self, thin: Sequence[Tensor]) -> list[Tensor | None]:

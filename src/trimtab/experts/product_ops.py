@@ -41,7 +41,7 @@ def run_forward(p: Product, x: Tensor, keep: bool) -> list[Tensor]:
     """y, and with `keep` u of an adapter."""
     rows, lora = x.shape[0], p.weight.lora
     if keep and lora is not None:
-        p.u = x.new_empty(rows, lora.rank)
+        p.u = x.new_zeros(rows, lora.rank)  # also behind the last segment
     y = None if p.low_precision else p.kernels.empty_rows(rows, p.weight.outs, x.dtype, p.offsets_e)
     for block in blocks(p, rows):
         made = p.forward(x[block.rows].to(p.wide), block, y)
