@@ -97,24 +97,6 @@ def test_float64_keeps_its_own(make: Callable[..., Any]) -> None:
 
 
 @MADE
-def test_a_backward_under_another_autocast_is_the_forwards(make: Callable[..., Any]) -> None:
-    layer, run = make()
-    found = []
-    for forward, backward in ((False, False), (False, True), (True, False), (True, True)):
-        layer.zero_grad()
-        x = tokens().requires_grad_()
-        with autocast(forward):
-            y = run(layer, x)
-        with autocast(backward):
-            y.sum().backward()
-        found.append({"x": x.grad, **grads(layer)})
-    for name in found[0]:
-        assert torch.equal(found[0][name], found[1][name])
-        assert torch.equal(found[2][name], found[3][name])
-        assert not torch.equal(found[0][name], found[2][name]) or "bias" in name or not found[0][name].any()
-
-
-@MADE
 @KERNELS
 @pytest.mark.parametrize("delay", [False, True])
 def test_main_grad_and_delayed_gradients(make: Callable[..., Any], kernels: str, delay: bool) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.comparing import assert_close
-from helpers.layer_case import ACTIVATIONS, BOUNDS, SHAPES, D, E, K, build, check, truth
+from helpers.layer_case import ACTIVATIONS, BOUNDS, SHAPES, D, E, K, build, check
 from helpers.router_truth import truth_group_top, truth_scores, truth_top
 from trimtab.routing.scores import SCORES
 
@@ -100,17 +99,3 @@ def test_the_layer_picks_what_the_scores_say(groups: int) -> None:
     scores = truth_scores(x @ moe.router.weight.detach().T, "sigmoid") + bias
     pick = (lambda row: truth_top(row, K)) if groups == 1 else (lambda row: truth_group_top(row, moe.config.router))
     assert moe(x).ids_TK.tolist() == [pick(row) for row in scores.tolist()]
-
-
-def test_replayed_ids_keep_scores_live() -> None:
-    moe, g = build(torch.float64, router={"normalize": True}), torch.Generator().manual_seed(6)
-    x = torch.randn(2, 5, D, dtype=torch.float64, generator=g)
-    ids = torch.rand(2, 5, E, generator=g).argsort(-1)[..., :K]
-    ids[0, 1, 2] = -1
-    out = moe(x, ids=ids)
-    assert torch.equal(out.ids_TK, ids.flatten(0, 1))
-    p = {name: param.detach().double().requires_grad_() for name, param in moe.named_parameters()}
-    y = truth(moe, p, x.flatten(0, 1), out.ids_TK, None)
-    assert_close(out.y.flatten(0, 1), y, 1e-12, "y")
-    (ours,) = torch.autograd.grad(out.y.square().sum(), moe.router.weight)
-    assert_close(ours, torch.autograd.grad(y.square().sum(), p["router.weight"])[0], 1e-12, "router")

@@ -270,25 +270,6 @@ def test_a_computed_weight_is_computed_once_a_forward() -> None:
     assert [owner.parametrizations.weight[0].calls for owner in owners] == [1] * len(owners)
 
 
-def test_the_router_compiles_without_a_break() -> None:
-    router = {"score": "sigmoid", "bias": True, "groups": 3, "top_groups": 2, "aux_loss": 0.1, "capacity_factor": 1.0}
-    moe = build(router=router)
-    compiled = torch.compile(moe.router, fullgraph=True, backend="eager")
-    for tokens in (6, 0):
-        x = torch.randn(tokens, D)
-        ours, true = compiled(x, batch=2), moe.router(x, batch=2)
-        aux, true_aux = (moe.router.losses(made)["aux"] for made in (ours, true))
-        assert torch.equal(ours.ids_TK, true.ids_TK)
-        assert_close(ours.weights_TK, true.weights_TK, 1e-6, "weights")
-        assert_close(aux, true_aux, 1e-6, "aux")
-        compiled_grad, grad = (
-            torch.autograd.grad(made.weights_TK.sum() + loss, moe.router.weight)[0]
-            for made, loss in ((ours, aux), (true, true_aux))
-        )
-        assert_close(compiled_grad, grad, 2e-6, "gradient")
-    assert moe.router.take_loads().sum() == 2 * 6 * K
-
-
 class Plain(torch.nn.Module):
     """A router of one's own, which knows of what a layer needs and no more."""
 

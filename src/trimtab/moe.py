@@ -50,13 +50,14 @@ class MoEOutput(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """The tokens that this rank routes, flat, zeros for masked ones; their shape, and how many sequences."""
+    """The tokens that this rank routes, flat, zeros for masked ones; their shape, how many rows, and what packs say."""
 
     x_TD: Tensor
     mask_T: Tensor | None
     ids_TK: Tensor | None
     shape: torch.Size
     batch: int
+    packed: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +152,18 @@ class MoE(nn.Module):
             c.dim, c.shared_hidden, activation=c.activation, gated=c.shared_gate, **made
         )  # fmt: skip
 
-    def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
+    def forward(
+        self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None,
+        sequence_ids: Tensor | None = None,
+    ) -> MoEOutput:  # fmt: skip
         """Route, run the experts, add up. Every rank of the expert group must call.
 
         Args:
             x: [..., D] in float64, float32, bfloat16 or float16; of three dims and more the first is the batch.
             token_mask: bool [...], True for a real token; the others are not read and get zero output and gradient.
             ids: int [..., K] (E for K with expert choice), decisions to replay; scores and weights stay live.
+            sequence_ids: int [...], where rows are packs of sequences: where the id changes another one begins. Of
+                position ids that begin anew: `(position_ids == 0).cumsum(-1)`.
 
         Raises:
             InputError: shapes or dtypes other than these, ids out of range, logits not finite (on CUDA without a group
@@ -166,10 +172,10 @@ class MoE(nn.Module):
         """
         refuse_transforms("MoE", self.dispatcher.layer)
         self.dispatcher.begin()
-        own = self._take(x, token_mask, ids)
+        own = self._take(x, token_mask, ids, sequence_ids)
         sent = self._sent(own.x_TD)
         with hidden_from_ac_policy():
-            route = self.router(own.x_TD, token_mask_T=own.mask_T, ids_TK=own.ids_TK, batch=own.batch)
+            route = self.router(own.x_TD, token_mask_T=own.mask_T, ids_TK=own.ids_TK, batch=own.batch, **own.packed)
             rows = self.dispatcher._dispatch(
                 sent, route.ids_TK, route.weights_TK, most_slots=route.most_slots, facts=self._facts(x),
                 problems=() if isinstance(self.router, self._own_router)
@@ -183,17 +189,18 @@ class MoE(nn.Module):
             y_TD = y_TD + self.shared(own.x_TD)
         return MoEOutput(y=self._join(y_TD, own, x), losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
-    def _take(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> _Own:
+    def _take(self, x: Tensor, mask: Tensor | None, ids: Tensor | None, sequence_ids: Tensor | None) -> _Own:
         """Check a call's arguments, and take what this rank routes of them."""
-        self._check(x, mask, ids)
+        self._check(x, mask, ids, sequence_ids)
         mine = self._share(x)
+        packed = {} if sequence_ids is None else {"sequence_ids_T": self._share(sequence_ids[..., None]).flatten()}
         x_TD, mask_T, ids_TK = mine.flatten(0, -2), None, None
         if ids is not None:
             ids_TK = self._share(ids).flatten(0, -2)
         if mask is not None:
             mask_T = self._share(mask[..., None]).flatten()
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
-        return _Own(x_TD, mask_T, ids_TK, mine.shape, mine.shape[0] if mine.dim() > 2 else 1)
+        return _Own(x_TD, mask_T, ids_TK, mine.shape, mine.shape[0] if mine.dim() > 2 else 1, packed)
 
     def _join(self, y_TD: Tensor, own: _Own, x: Tensor) -> Tensor:
         """The output of all tokens, like x; zeros where the mask is False."""
@@ -217,7 +224,7 @@ class MoE(nn.Module):
         """Facts of the call that the ranks of the expert group compare."""
         return NO_FACTS
 
-    def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None) -> None:
+    def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None, sequence_ids: Tensor | None) -> None:
         if not dense(x) or x.dim() < 2 or x.shape[-1] != self.config.dim or not holds_values(x.dtype):
             wanted = f"floating [..., {self.config.dim}], dense, in {VALUES}"
             raise InputError(f"x must be {wanted}, got {described(x)}", layer=self.dispatcher.layer, phase="route")
@@ -226,6 +233,8 @@ class MoE(nn.Module):
             problems.append(f"token_mask must be bool {lead} as x is, got {mask.dtype} {tuple(mask.shape)}")
         if ids is not None and tuple(ids.shape[:-1]) != lead:
             problems.append(f"ids must be {(*lead, 'K')} as x is, got {tuple(ids.shape)}")
+        if sequence_ids is not None and tuple(sequence_ids.shape) != lead:
+            problems.append(f"sequence_ids must be int {lead} as x is, got {tuple(sequence_ids.shape)}")
         if problems:
             raise InputError("; ".join(problems), layer=self.dispatcher.layer, phase="route")
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from helpers.convert_case import assert_same, build, tensors_of
-from helpers.ep_ranks import quiet
+from helpers.model_ranks import begin
 from helpers.ranks import run_ranks
 from helpers.reshard_case import Layout, Model
 from trimtab.convert import files
@@ -65,7 +65,7 @@ def saved_on_ranks(folder: Path, ep: int) -> None:
 
     import trimtab.integrations.transformers as integration
 
-    quiet()
+    begin()
     integration.register()
     config = DistributedConfig(ep_size=ep, fsdp_size=dist.get_world_size(), ep_implementation="trimtab")
     DTensor.full_tensor = None  # type: ignore[assignment, method-assign]  # nobody gathers
@@ -150,7 +150,7 @@ def peaks_on_ranks(folder: Path) -> list[int]:
     from trimtab.integrations.transformers import save_pretrained
     from trimtab.train.weights import open_source, write_model
 
-    quiet()
+    begin()
     mesh, first, held = init_device_mesh("cpu", (2,)), dist.get_rank() == 0, []
     model = build("qwen3_moe", experts=E, hidden_size=D, moe_intermediate_size=F, num_hidden_layers=LAYERS)
     if first:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.cases import PATTERNS, case
-from helpers.exchanges import EVEN, D, E, K, Layer
+from helpers.exchanges import EVEN, D, E, K
 from helpers.ranks import run_ranks
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
@@ -143,24 +143,3 @@ def shares_on_rank(transport: Any, combine: CombineMode) -> None:
 @pytest.mark.parametrize(("transport", "combine"), [(AllToAll, "sum"), (SharedMemory, "ordered")])
 def test_ranks_that_share_f_plan_what_all_of_them_compute(transport: type, combine: CombineMode) -> None:
     run_ranks(shares_on_rank, 4, transport, combine)
-
-
-def compiled_on_rank() -> list[bool]:
-    layer = Layer(AllToAll(dist.group.WORLD), "sum", EVEN)
-    run = torch.compile(layer, backend="aot_eager", dynamic=True)
-    same = []
-    for pattern in ("one_rank", "empty_source", "empty_world", "random"):
-        x, ids, w, mask = case(pattern, dist.get_rank(), 2, E, K, D, torch.float64)
-        every = []
-        for fn in (layer, run):
-            leaves = [t.clone().requires_grad_() for t in (x, w)]
-            y = fn(leaves[0], ids, leaves[1], mask)
-            every.append([y, *torch.autograd.grad(y.square().sum(), [*leaves, *layer.parameters()])])
-        same += map(torch.equal, *every)
-    return same
-
-
-def test_a_compiled_layer_has_the_bits_of_eager_mode() -> None:
-    for same in run_ranks(compiled_on_rank, 2, deadline=120.0):
-        assert len(same) == 4 * 7
-        assert all(same)

@@ -79,7 +79,7 @@ def calls_on_rank(pipe: Connection, transport: str, killed: str, cases: list[tup
     pipe.poll(DEADLINE)
 
 
-DESYNC = r"DesyncError: \[layer moe(.experts)?, rank [01], phase (route|count)\] in the group where rank [01] is "
+DESYNC = r"DesyncError: \[layer moe(.experts)?, rank [01], phase (route|count)\] in the group where rank . is global "
 INPUT = r"InputError: \[layer moe, rank 1, phase (route|count|dispatch)\] in the group where rank 1 is global rank 3: "
 SHAPE = INPUT + r"(rank\(s\) 1 were given tensors of the wrong shape|.*tokens must be floating)"
 MISTAKES = {

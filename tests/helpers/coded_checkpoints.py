@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from helpers.peft_case import adapt
 from trimtab.integrations.transformers import register
 
 Outcome = tuple[Tensor, dict[str, Tensor]]
@@ -81,17 +81,7 @@ def loss_and_gradients(model: Any) -> Outcome:
 
 def same_adapters_on(*bases: Any) -> None:
     """peft's adapters of the experts of two models: the same loss, and the same gradients."""
-    peft = pytest.importorskip("peft")
-    found = []
-    for base in bases:
-        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        config = peft.LoraConfig(target_modules=[], target_parameters=names, r=4, lora_alpha=8)
-        model = peft.get_peft_model(base, config)
-        torch.manual_seed(3)
-        for key, p in sorted(model.named_parameters()):
-            if "lora" in key:
-                p.data.normal_(std=0.1)
-        found.append(loss_and_gradients(model))
+    found = [loss_and_gradients(adapt(base)) for base in bases]
     same_gradients(*found)
     assert len(found[0][1]) == 8
 

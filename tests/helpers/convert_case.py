@@ -18,9 +18,9 @@ from trimtab.checkpoint import save
 from trimtab.convert.layouts import LAYOUTS
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 
-from .ep_ranks import full, quiet
 from .families import model_class
 from .family_config import EXPERTS, tiny_config
+from .model_ranks import begin, full
 
 Tensors = dict[str, Tensor]
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3")
@@ -104,7 +104,7 @@ def swapped(name: str, model: Any) -> Any:
 
 def run(folder: str) -> dict[str, Answer]:
     """Train and save transformers' own model and those with our layer; what is in them, for each."""
-    quiet()
+    begin()
     answers = {"transformers": _transformers(Path(folder))}
     for name in ("qwen3_moe", "mixtral", "deepseek_v3"):
         answers[name] = _ours(name, Path(folder))

@@ -9,10 +9,9 @@ import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +24,12 @@ _CLASS = re.compile(r"^class (\w+)\(", re.MULTILINE)
 _NOT_TEXT = re.compile(r"Vision|Audio|Code2Wav|CodePredictor|Resampler|PreTrained")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One experts class: where it lives and the classes of its file that may hold it, best first."""
+class Family(NamedTuple):
+    """One experts class: where it lives, and the class of its file that holds it, a language model if there is one."""
 
-    name: str
     module: str
     experts_class: str
-    model_classes: tuple[str, ...]
+    model_class: str
 
 
 def _rank(model_class: str, experts_class: str) -> tuple[int, int, int]:
@@ -43,10 +40,10 @@ def _rank(model_class: str, experts_class: str) -> tuple[int, int, int]:
     return (not model_class.startswith(prefix), place, len(model_class))
 
 
-def _model_classes(source: str, experts_class: str) -> tuple[str, ...]:
+def _model_class(source: str, experts_class: str) -> str:
     ending = re.compile(r"(ForCausalLM|ForTokenClassification|Model|ForConditionalGeneration)$")
     found = [c for c in _CLASS.findall(source) if ending.search(c) and not _NOT_TEXT.search(c)]
-    return tuple(sorted(found, key=lambda c: _rank(c, experts_class)))
+    return min(found, key=lambda c: _rank(c, experts_class))
 
 
 @cache
@@ -57,20 +54,12 @@ def families() -> dict[str, Family]:
         raise ModuleNotFoundError("transformers is not installed")
     found: dict[str, Family] = {}
     for path in sorted((Path(spec.origin).parent / "models").glob("*/modeling_*.py")):
-        raw = path.read_bytes()
-        if b"@use_experts_implementation" not in raw:
-            continue
-        source = raw.decode("utf-8")
-        experts_classes = _DECORATED.findall(source)
+        source = path.read_text(encoding="utf-8")
+        experts_classes, folder = _DECORATED.findall(source), path.parent.name
         for experts_class in experts_classes:
-            folder = path.parent.name
             name = folder if len(experts_classes) == 1 else f"{folder}.{experts_class}"
-            found[name] = Family(
-                name=name,
-                module=f"transformers.models.{folder}.{path.stem}",
-                experts_class=experts_class,
-                model_classes=_model_classes(source, experts_class),
-            )
+            module = f"transformers.models.{folder}.{path.stem}"
+            found[name] = Family(module, experts_class, _model_class(source, experts_class))
     return found
 
 
@@ -85,7 +74,7 @@ def family_names() -> list[str]:
 def model_class(name: str) -> Any:
     """The best class of the family that holds its experts: a language model, else a text tower."""
     family = families()[name]
-    return getattr(importlib.import_module(family.module), family.model_classes[0])
+    return getattr(importlib.import_module(family.module), family.model_class)
 
 
 def experts_class(name: str) -> Any:
@@ -164,8 +153,11 @@ def _num_classes(model: Any) -> int:
     return int(model.get_input_embeddings().num_embeddings)
 
 
-def sample_batch(model: Any, batch: int, length: int, seed: int = 0) -> Batch:
-    """Random token ids, a random label for each and, where experts are split by modality, a modality for each."""
+def sample_batch(model: Any, batch: int, length: int, seed: int = 0, *, padded: bool = False) -> Batch:
+    """Random token ids, a random label for each and, where experts are split by modality, a modality for each.
+
+    padded: sequences are of other lengths, which an attention mask shows.
+    """
     generator = torch.Generator().manual_seed(seed)
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     ids = torch.randint(vocabulary, (batch, length), generator=generator)
@@ -176,6 +168,10 @@ def sample_batch(model: Any, batch: int, length: int, seed: int = 0) -> Batch:
         drawn["inputs_embeds"] = torch.randn(batch, length, model.config.hidden_size, generator=generator)
     if "moe_mm_token_type_ids" in inspect.signature(type(model).forward).parameters:
         drawn["moe_mm_token_type_ids"] = torch.randint(2, (batch, length), generator=generator)
+    if padded:
+        lengths = torch.randint(3, length, (batch, 1), generator=generator)
+        drawn["attention_mask"] = (torch.arange(length) < lengths).long()
+        drawn["labels"] = labels.masked_fill(drawn["attention_mask"] == 0, -100)
     return drawn
 
 
@@ -199,17 +195,12 @@ def forward(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 # `from_pretrained` over more than one FSDP rank fills these with wrong numbers, with or without expert parallelism:
 # their `self_attn.conv1d.weight` is joined from three tensors of the file shard by shard, so that its rows end up
-# permuted (transformers 5.23). Compare with the weights that were loaded, not with those that were saved.
+# permuted (transformers 5.23).
 LOADED_WRONG_WHEN_SHARDED = frozenset({"bailing_hybrid", "glm5_next", "kimi_linear"})
 
 # And these it refuses to load so, whatever runs their experts: neither can lara_mini's `in_proj` of the file be split
 # shard by shard, nor inkling2_loop's queries be joined (transformers 5.24).
 REFUSED_WHEN_SHARDED = frozenset({"inkling2_loop", "lara_mini"})
-
-
-def ep_plan(name: str) -> dict[str, str]:
-    """The expert-parallel plan that the family's configuration declares."""
-    return dict(getattr(model_class(name).config_class, "base_model_ep_plan", None) or {})
 
 
 def ep_capable(name: str) -> bool:
@@ -219,7 +210,7 @@ def ep_capable(name: str) -> bool:
     A plan that splits dense layers as well lays the expert mesh over the FSDP mesh, which PyTorch refuses at load
     ("Cannot concatenate overlapping meshes": diffusion_gemma and gemma4 in transformers 5.23).
     """
-    plan = ep_plan(name)
+    plan = getattr(model_class(name).config_class, "base_model_ep_plan", None) or {}
     if name in REFUSED_WHEN_SHARDED:
         return False
     return "ep_dispatch_experts" in plan.values() and all(".experts" in key for key in plan)

@@ -11,6 +11,7 @@ Legend: B batch, L positions, D model dim.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -88,28 +89,21 @@ class Layout:
         return self.truth | {"delay_wgrad": self.delay_wgrad, "main_grad": self.main_grad}
 
 
-class Meshes:
-    """Made once for each shape."""
-
-    def __init__(self) -> None:
-        self.made: dict[Any, DeviceMesh] = {}
-
-    def get(self, **dims: int) -> DeviceMesh:
-        key = tuple(dims.items())
-        if key not in self.made:
-            ranks = torch.arange(dist.get_world_size()).view(*dims.values())
-            self.made[key] = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(dims))
-        return self.made[key]
+@functools.cache
+def mesh(**dims: int) -> DeviceMesh:
+    """Of all ranks, made once for each shape."""
+    ranks = torch.arange(dist.get_world_size()).view(*dims.values())
+    return DeviceMesh("cpu", ranks, mesh_dim_names=tuple(dims))
 
 
 class Ranks:
     """One layout's model and meshes, by the calls that a user makes."""
 
-    def __init__(self, layout: Layout, meshes: Meshes) -> None:
+    def __init__(self, layout: Layout) -> None:
         o, world = layout, dist.get_world_size()
         self.layout, self.dp, edp = o, world // (o.cp * o.tp), world // (o.ep * o.etp)
-        self.dense = meshes.get(dp=self.dp, cp=o.cp, tp=o.tp)
-        self.experts = meshes.get(edp=edp, etp=o.etp, ep=o.ep)
+        self.dense = mesh(dp=self.dp, cp=o.cp, tp=o.tp)
+        self.experts = mesh(edp=edp, etp=o.etp, ep=o.ep)
         self.d, self.c, self.t = self.dense.get_coordinate() or (0, 0, 0)
         self.divisor = self.dp * o.cp
         self.dtype: torch.dtype = getattr(torch, o.dtype)
@@ -121,15 +115,15 @@ class Ranks:
         )  # fmt: skip
         on = self.experts["etp", "ep"] if o.etp > 1 else self.experts["ep"]
         parallelize(model, on, {"layers.*.moe": style})
-        flat = meshes.get(data=self.divisor, tp=o.tp)["data"]
+        flat = mesh(data=self.divisor, tp=o.tp)["data"]
         self.model: Model = model
         self.runner: Any = model
         if o.data == "fsdp":
-            mesh = self.dense["dp", "cp"] if min(self.dp, o.cp) > 1 else flat
-            self.runner = fully_shard_moe(model, mesh, self.experts["edp"], blocks=["layers.*.moe"], **o.options)
+            data = self.dense["dp", "cp"] if min(self.dp, o.cp) > 1 else flat
+            self.runner = fully_shard_moe(model, data, self.experts["edp"], blocks=["layers.*.moe"], **o.options)
         elif o.data in ("hsdp", "hsdp2"):
-            dense = meshes.get(replicate=2, shard=self.divisor // 2, tp=o.tp)["replicate", "shard"]
-            folded = meshes.get(replicated=2, sharded=edp // 2, etp=o.etp, ep=o.ep) if o.data == "hsdp2" else None
+            dense = mesh(replicate=2, shard=self.divisor // 2, tp=o.tp)["replicate", "shard"]
+            folded = mesh(replicated=2, sharded=edp // 2, etp=o.etp, ep=o.ep) if o.data == "hsdp2" else None
             edp_mesh = self.experts["edp"] if folded is None else folded["replicated", "sharded"]
             self.runner = fully_shard_moe(model, dense, edp_mesh, **o.options)
         elif o.data == "ddp":
@@ -251,9 +245,9 @@ def solve_all(world: int, plan: list[tuple[Layout, list[Case]]]) -> bytes:
 def run_plan(plan: list[tuple[Layout, list[Case]]], truths: bytes) -> dict[Layout, dict[str, float]]:
     """Errors by layout, case and what; a model that serves several cases starts each with the same parameters."""
     errors: dict[Layout, dict[str, float]] = {}
-    meshes, solved = Meshes(), unpacked(truths)
+    solved = unpacked(truths)
     for layout, cases in plan:
-        ranks = Ranks(layout, meshes)
+        ranks = Ranks(layout)
         for case in cases:
             truth = solved[case, ranks.dp, *layout.truth.values()]
             for name, error in ranks.step(case, truth).items():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .families import build_model, experts_modules, forward, sample_batch
-from .parity import Run
+from .families import build_model, experts_modules, sample_batch
+from .replayed import run
 
 
 def targets(model: nn.Module) -> list[str]:
@@ -41,45 +40,23 @@ def fill(model: nn.Module, seed: int = 0) -> None:
             parameter.copy_(noise)
 
 
-def adapt(model: Any, **options: Any) -> Any:
+def adapt(model: Any, *, autocast_adapter_dtype: bool = False, **options: Any) -> Any:
     """peft's model around this one, whose modules it replaces; the adapters are noise, in the model's dtype."""
     from peft import get_peft_model
 
-    made = get_peft_model(model, lora(model, **options), autocast_adapter_dtype=False)
+    made = get_peft_model(model, lora(model, **options), autocast_adapter_dtype=autocast_adapter_dtype)
     fill(made)
     return made
 
 
 def adapted(name: str, implementation: str, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
-    """peft's model around the family's, which is its `get_base_model()`."""
-    from peft import get_peft_model
-
+    """As peft makes it around the family's model, which is its `get_base_model()`."""
     model = build_model(name, seed, dtype)
     model.set_experts_implementation(implementation)
-    made = get_peft_model(model, lora(model, **options))
-    fill(made)
-    return made
+    return adapt(model, autocast_adapter_dtype=True, **options)
 
 
-def output_and_gradients(model: Any, seed: int = 0, batch: int = 2, length: int = 12) -> dict[str, Tensor | None]:
+def output_and_gradients(model: Any, seed: int = 0) -> dict[str, Tensor]:
     """ "output", "loss", and the gradient of everything trained, by name."""
-    model.zero_grad()
-    output, loss = forward(model.get_base_model(), sample_batch(model.get_base_model(), batch, length, seed))
-    loss.backward()
-    values: dict[str, Tensor | None] = {"output": output.detach(), "loss": loss.detach()}
-    return values | {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def run_adapted(name: str, implementation: str, dtype: torch.dtype, seed: int) -> Run:
-    """As `parity.run_model`, with adapters on all experts."""
-    model = adapted(name, implementation, dtype, seed, inference_mode=False)
-    routing: dict[str, Tensor] = {}
-    for key, module in experts_modules(model).items():
-        module.register_forward_pre_hook(lambda _, args, key=key: routing.__setitem__(key, args[1].clone()))
-    return Run(values=output_and_gradients(model, seed), routing=routing, experts_grads={})
-
-
-@cache
-def reference_adapted(name: str, dtype: torch.dtype, seed: int) -> Run:
-    """peft's own path over transformers' own loop."""
-    return run_adapted(name, "eager", dtype, seed)
+    base = model.get_base_model()
+    return run(base, sample_batch(base, 2, 12, seed))

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from helpers.comparing import relative_error
@@ -20,8 +19,6 @@ from helpers.ranks import run_ranks
 from trimtab.dispatch.options import COMBINE_MODES
 from trimtab.experts.activations import ACTIVATIONS
 from trimtab.moe import MoEConfig
-from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
-from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
 from trimtab.routing.recompute import replay_in_recompute
@@ -95,54 +92,6 @@ def test_shared_experts_under_a_policy_that_keeps_everything(activation: str) ->
         for y in (layer(x).y, checkpoint(lambda x: layer(x).y, x, **kept))
     ]
     assert all(map(torch.equal, *found))
-
-
-class InBlocks(nn.Module):
-    """A layer in a block that is checkpointed, between others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
-        router = RouterConfig(num_experts=4, top_k=2, aux_loss=0.1)
-        # Shared experts are what a backward comes to first: before FSDP2 has gathered the others.
-        self.block = nn.Sequential(nn.LayerNorm(D), MoEConfig(dim=D, hidden=8, router=router, shared_hidden=6).build())
-
-    def forward(self, x: Tensor, mask: Tensor | None, kept: Sequence[str] | None) -> Tensor:
-        def run(h: Tensor) -> Tensor:
-            out = self.block[1](self.block[0](h), token_mask=mask)
-            return h + out.y + out.losses["aux"]
-
-        h = self.first(x)
-        h = run(h) if kept is None else checkpoint(run, h, **selecting(kept))
-        y: Tensor = self.last(h)
-        return y
-
-
-def sharded_on_rank() -> dict[str, float]:
-    """In units of FSDP2, with the experts on one rank each or on two."""
-    gaps = {}
-    for replicas, masked in itertools.product((1, 2), (False, True)):
-        torch.manual_seed(5)
-        model = InBlocks()
-        mesh = init_device_mesh("cpu", (replicas, 2 // replicas), mesh_dim_names=("edp", "ep"))
-        parallelize(model, mesh["ep"], {"block.1": ExpertParallel()})
-        fully_shard_moe(model, init_device_mesh("cpu", (2,)), mesh["edp"])
-        torch.manual_seed(7 + dist.get_rank())
-        x, found = torch.randn(2, 3, D), []
-        mask = torch.rand(2, 3) < 0.7 if masked else None
-        for kept in (None, ["mm", "addmm"]):
-            model.zero_grad()
-            model(x, mask, kept).square().sum().backward()
-            found.append([p.grad.to_local().clone() for p in model.parameters()])  # type: ignore[union-attr]
-        errors = [relative_error(a, b) for a, b in zip(*found, strict=True) if b.numel()]
-        gaps[f"{replicas} {masked}"] = max(errors)
-    return gaps
-
-
-def test_experts_in_a_unit_of_fsdp_of_their_own() -> None:
-    for gaps in run_ranks(sharded_on_rank, 2):
-        assert len(gaps) == 4
-        assert max(gaps.values()) < 1e-6, gaps
 
 
 def masked_on_rank() -> dict[str, float]:

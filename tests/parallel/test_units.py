@@ -62,15 +62,11 @@ def step(model: Model, x: Tensor, ranks: int, *args: Any) -> dict[str, Tensor]:
     return found | update_bias(model) | {"norm": clip_grad_norm_(model, 1e9)}
 
 
+NARROW = MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32)
 WAYS: dict[str, tuple[int, torch.dtype, dict[str, Any]]] = {
+    "experts alone": (1, torch.float64, {}),
     "any order": (1, torch.float64, {"blocks": ("layers.0", "layers.*", "layers.*.first", "layers.*.moe.[er]*")}),
-    "router": (
-        2,
-        torch.float32,
-        {
-            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32),
-        },
-    ),
+    "router": (2, torch.float32, {"mp_policy": NARROW}),
     "router of a block": (1, torch.float32, {"blocks": ("layers.*",), "reshard_after_forward": True}),
     "resharded to two": (1, torch.float64, {"blocks": ("layers.*",), "reshard_after_forward": 2}),
 }

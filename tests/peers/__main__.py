@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import pickle
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
-from peers.failures import FAILURES, failure_named, reproduce_all
-from peers.fetch import ROOT, fetch_all
+from peers.failures import FAILURES, failure_named
 from peers.judge import Result, cases_of, judge, version_of
 from peers.page import write_page
-from peers.registry import Peer, peer_named, peers
+from peers.registry import ROOT, Peer, fetch_all, peer_named, peers
+from peers.reproduce import reproduce_all
 from trimtab.cli import Progress
 from trimtab.cli.main import exit_code
 from trimtab.errors import ConfigError, TrimtabError
@@ -31,7 +33,6 @@ def main() -> int:
     parser.add_argument("--fetch", action="store_true", help="fill .peers with what is judged, and end")
     parser.add_argument("--reproduce", metavar="ID", help="one failure, outside of the ledger, and end")
     parser.add_argument("--results", metavar="DIR", default="runs/peers", help="for results (default runs/peers)")
-    parser.add_argument("--page-only", action="store_true", help="write the page from the results that are there")
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.fetch:
@@ -41,21 +42,20 @@ def main() -> int:
     folder = Path(options.results)
     folder.mkdir(parents=True, exist_ok=True)
     if options.one:
-        (folder / f"{options.one}.json").write_text(
-            json.dumps(_judge_here(peer_named(options.one)).as_dict(), indent=1)
-        )
+        (folder / f"{options.one}.result").write_bytes(pickle.dumps(_judge_here(peer_named(options.one))))
         return 0
     chosen = [peer_named(name) for name in options.names] or list(peers())
-    if not options.page_only:
-        progress = Progress(len(chosen), unit="peer")
-        for peer in chosen:
-            progress.say(_in_a_process(peer, folder))
-            progress.step()
-        progress.close()
+    progress, results = Progress(len(chosen), unit="peer"), {}
+    for peer in chosen:
+        results[peer.name] = result = _in_a_process(peer, folder)
+        counts = Counter(case.status for case in result.cases)
+        progress.say(f"{peer.name}: {result.absent or dict(counts)} ({result.seconds:.0f} s)")
+        progress.step()
+    progress.close()
     if options.names:
         return 0
     seen, missed = reproduce_all(FAILURES)
-    return write_page({peer.name: _read(folder, peer) for peer in chosen}, seen) or missed
+    return write_page(results, seen) or missed
 
 
 def _judge_here(peer: Peer) -> Result:
@@ -68,32 +68,19 @@ def _judge_here(peer: Peer) -> Result:
     return Result(peer=peer.name, version=version_of(peer, ROOT), cases=cases, seconds=time.perf_counter() - start)
 
 
-def _in_a_process(peer: Peer, folder: Path) -> str:
-    """Judge it with its own path; what to print."""
-    path = folder / f"{peer.name}.json"
+def _in_a_process(peer: Peer, folder: Path) -> Result:
+    """Judge it with its own path. Raises ConfigError where that came to no result."""
+    path = folder / f"{peer.name}.result"
     path.unlink(missing_ok=True)
     places = [*(str(ROOT / name) for name in peer.folders), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places)), "OMP_NUM_THREADS": "1"}
     work = [sys.executable, "-m", "peers", "--one", peer.name, "--results", str(folder)]
-    with (folder / f"{peer.name}.log").open("w") as log:
-        try:
-            subprocess.run(work, env=env, stdout=log, stderr=log, timeout=LIMIT, check=False)
-        except subprocess.TimeoutExpired:
-            return f"{peer.name}: given up after {LIMIT} s"
-    result = _read(folder, peer)
-    counts = {status: sum(case.status == status for case in result.cases) for status in _seen(result)}
-    return f"{peer.name}: {result.absent or counts} ({result.seconds:.0f} s)"
-
-
-def _seen(result: Result) -> list[str]:
-    return list(dict.fromkeys(case.status for case in result.cases))
-
-
-def _read(folder: Path, peer: Peer) -> Result:
-    path = folder / f"{peer.name}.json"
+    with path.with_suffix(".log").open("w") as log, suppress(subprocess.TimeoutExpired):
+        subprocess.run(work, env=env, stdout=log, stderr=log, timeout=LIMIT, check=False)
     if not path.exists():
-        raise ConfigError(f"{peer.name} was not judged: see {path.with_suffix('.log')}")
-    return Result.of(json.loads(path.read_text()))
+        raise ConfigError(f"{peer.name} was not judged within {LIMIT} s: see {path.with_suffix('.log')}")
+    result: Result = pickle.loads(path.read_bytes())
+    return result
 
 
 if __name__ == "__main__":

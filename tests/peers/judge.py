@@ -6,9 +6,9 @@ import importlib.metadata
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from unittest.mock import patch
 
 from peers.registry import OURS_ALONE, SOURCES, Peer
@@ -33,9 +33,9 @@ GRACE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """One case. said: the first line of the error and its rank, the largest difference, or why it can't be asked.
+    """One case. said: the first line of the error, the largest difference, or why it can't be asked.
 
-    error: the largest relative error where numbers came. rank: of the first error.
+    error: the largest relative error where numbers came.
     """
 
     topology: str
@@ -43,7 +43,6 @@ class Judged:
     status: Status
     said: str = ""
     error: float | None = None
-    rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +54,6 @@ class Result:
     absent: str = ""
     seconds: float = 0.0
     cases: list[Judged] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def of(cls, given: dict[str, Any]) -> Result:
-        return cls(**{**given, "cases": [Judged(**case) for case in given["cases"]]})
 
 
 def cases_of(peer: Peer, topologies: Sequence[str] = (), patterns: Sequence[str] = ()) -> list[Case]:
@@ -84,23 +76,17 @@ def judge(peer: Peer, cases: Sequence[Case]) -> list[Judged]:
 
 def judged(verdict: Verdict) -> Judged:
     """A verdict in the page's words."""
-    case, status = verdict.case, STATUSES[verdict.status]
-    finite = list(verdict.errors.values())
-    first = verdict.details[0] if verdict.details else ""
-    rank = re.match(r"rank (\d+): ", first)
-    said = first.strip().splitlines()[-1].strip() if first else ""
+    case, status, errors = verdict.case, STATUSES[verdict.status], verdict.errors
+    first = verdict.details[0].strip() if verdict.details else ""
+    said = re.sub(r"^rank \d+: ", "", first).splitlines()[-1].strip() if first else ""
     if status == "wrong":  # the worst of all ranks and tensors, rather than the first
-        worst = max(verdict.errors, key=lambda column: verdict.errors[column])
+        worst = max(errors, key=errors.__getitem__)
         missing = next((line for line in verdict.details if "got no tensor" in line), "")
-        said = missing or f"{worst} by {verdict.errors[worst]:.1e}"
+        said = missing or f"{worst} by {errors[worst]:.1e}"
     return Judged(
-        topology=case.topology.name,
-        pattern=case.pattern.name,
-        status=status,
-        said=plain(said.removeprefix(rank[0]) if rank else said),
-        error=max(finite) if finite else None,
-        rank=int(rank[1]) if rank and status in ("refused", "crashed") else None,
-    )
+        topology=case.topology.name, pattern=case.pattern.name, status=status, said=plain(said),
+        error=max(errors.values(), default=None),
+    )  # fmt: skip
 
 
 def version_of(peer: Peer, root: Path) -> str:

@@ -10,38 +10,14 @@ Legend: N tokens, K experts per token, E experts, e experts of this rank, D mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from llep.gpt_oss_llep import gptoss_llep_forward
 from torch import Tensor
 
-from peers import over_experts
-from peers.asked import reason
-from trimtab.verify.implementation import Place, Subject
-from trimtab.verify.patterns import Pattern
-from trimtab.verify.topologies import Topology
-from trimtab.verify.truth import LayerWeights, Sizes
+from peers import subject
 
 
-class Impl:
-    """All weights and tokens may move: `max_tokens_factor` 1.1, its default."""
-
-    name = "llep"
-    refusal: type[Exception] = Exception
-
-    def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
-        t = topology
-        lacking = {
-            "it is one function over an expert-parallel group": t.tp > 1 or t.data != "none" or t.cp > 1,
-        }
-        return reason(lacking, t, pattern, grouped_mm=False)
-
-    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
-        return over_experts.Layers(place, sizes, weights, Layer)
-
-
-class Layer(over_experts.Layer):
+class Layers(subject.FunctionLayers):
     """Gate and up lie side by side, both weights transposed."""
 
     def params(self, up_eID: Tensor, down_eDF: Tensor) -> dict[str, Tensor]:
@@ -50,13 +26,21 @@ class Layer(over_experts.Layer):
         biases = {"gate_up_bias": bias, "down_bias": torch.zeros(len(gate_up), self.sizes.dim)}
         return {"gate_up": gate_up, "down": down_eDF.mT, **biases}
 
-    def forward(self, h: Tensor) -> Tensor:
-        scores_NE, ids_NK = self.routed(h)
-        y = gptoss_llep_forward(
-            h, ids_NK, scores_NE, self.gate_up, self.gate_up_bias, self.down, self.down_bias,
-            self.sizes.num_experts, len(self.gate_up), self.group, limit=1e30, alpha=1.0, min_tokens_per_gemm=1,
+    def run(self, layer: subject.OwnRouter, h: Tensor, scores_NE: Tensor, ids_NK: Tensor) -> Tensor:
+        return gptoss_llep_forward(
+            h, ids_NK, scores_NE, layer.gate_up, layer.gate_up_bias, layer.down, layer.down_bias,
+            self.sizes.num_experts, len(layer.gate_up), layer.group, limit=1e30, alpha=1.0, min_tokens_per_gemm=1,
         )  # fmt: skip
-        return y.view_as(h)
 
     def as_the_truth(self, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
         return up.mT.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2), down.mT
+
+
+class Impl(subject.Impl):
+    """All weights and tokens may move: `max_tokens_factor` 1.1, its default."""
+
+    name = "llep"
+    layers = Layers
+
+    def lacking(self, t, pattern) -> dict[str, bool]:
+        return {"it is one function over an expert-parallel group": t.tp > 1 or t.data != "none" or t.cp > 1}

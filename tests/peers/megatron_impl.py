@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import GlobalMemoryBuffer
 from torch import Tensor, nn
 
-from peers.asked import residual
+from peers.subject import TWICE, everyone, first_reason, residual
 from trimtab.errors import InputError
 from trimtab.integrations.megatron import use
 from trimtab.integrations.megatron.linears import GroupedColumn, GroupedRow
@@ -57,10 +57,10 @@ class Impl:
             "in its all-to-all the ranks that split an expert lie side by side; in the ledger's meshes they do not": (
                 t.ep > 1 and t.etp > 1 and self.dispatcher == "alltoall"
             ),
-            "its routing map holds an expert once a token": pattern.name in ("duplicates", "one_rank", "lone_rank"),
+            "its routing map holds an expert once a token": pattern.name in TWICE,
             "it promises no error for a NaN, which goes through as in PyTorch": pattern.spoil == "nan",
         }
-        return next((said for said, holds in {**lacking, **_shared(t, pattern)}.items() if holds), None)
+        return first_reason(lacking | _shared(t, pattern))
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
         return Layers(place, sizes, weights, self.dispatcher, self.spec(place.topology, sizes))
@@ -86,7 +86,7 @@ class Trimtab(Impl):
     router: Literal["megatron", "trimtab"] = "megatron"
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
-        return next((said for said, holds in _shared(topology, pattern).items() if holds), None)
+        return first_reason(_shared(topology, pattern))
 
     def spec(self, topology: Topology, sizes: Sizes) -> Any:
         transport = "alltoall" if topology.transport == "local" else topology.transport
@@ -167,28 +167,15 @@ def _group(ranks: list[int]) -> Any:
 
 def _config(t: Topology, sizes: Sizes, dispatcher: str) -> Any:
     return TransformerConfig(
-        num_layers=sizes.layers,
-        hidden_size=sizes.dim,
-        num_attention_heads=t.tp,
-        num_moe_experts=sizes.num_experts,
-        moe_ffn_hidden_size=sizes.hidden,
-        moe_router_topk=sizes.top_k,
-        moe_router_pre_softmax=True,
+        num_layers=sizes.layers, hidden_size=sizes.dim, num_attention_heads=t.tp, num_moe_experts=sizes.num_experts,
+        moe_ffn_hidden_size=sizes.hidden, moe_router_topk=sizes.top_k, moe_router_pre_softmax=True,
         moe_router_dtype="fp64" if sizes.dtype == torch.float64 else "fp32",
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type=dispatcher,
-        tensor_model_parallel_size=t.tp,
-        sequence_parallel=t.tp > 1,
-        expert_model_parallel_size=t.ep,
-        expert_tensor_parallel_size=t.etp,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=nn.functional.silu,
-        params_dtype=sizes.dtype,
-        bf16=sizes.dtype == torch.bfloat16,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-    )
+        moe_router_load_balancing_type="none", moe_token_dispatcher_type=dispatcher,
+        tensor_model_parallel_size=t.tp, sequence_parallel=t.tp > 1, expert_model_parallel_size=t.ep,
+        expert_tensor_parallel_size=t.etp, add_bias_linear=False, gated_linear_unit=True,
+        activation_func=nn.functional.silu, params_dtype=sizes.dtype, bf16=sizes.dtype == torch.bfloat16,
+        use_cpu_initialization=True, perform_initialization=False,
+    )  # fmt: skip
 
 
 class Layers:
@@ -274,7 +261,7 @@ class Layers:
 
     def _whole(self, grad: Tensor) -> Tensor:
         """All experts of all ranks: [e, ., f, ...] to [E, ., F, ...]."""
-        return _gathered(_gathered(grad, self.groups.etp, 2), self.groups.ep, 0)
+        return everyone(everyone(grad, self.groups.etp, 2), self.groups.ep)
 
 
 def _params(moe: Any, linear: str) -> list[nn.Parameter]:
@@ -284,9 +271,3 @@ def _params(moe: Any, linear: str) -> list[nn.Parameter]:
 
 def _each(weights: Iterable[Any]) -> list[Any]:
     return [w for weight in weights for w in (weight if weight.dim() == 3 else [weight])]
-
-
-def _gathered(part: Tensor, group: Any, dim: int) -> Tensor:
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, dim)

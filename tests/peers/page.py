@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from peers.failures import FAILURES, Failure
-from peers.fetch import ROOT
 from peers.judge import Judged, Result, Status
-from peers.registry import OURS_ALONE, Peer, peer_named
+from peers.registry import OURS_ALONE, ROOT, Peer, peer_named
 from trimtab.verify.ledger import machine
 from trimtab.verify.patterns import PATTERNS
 
@@ -130,8 +129,8 @@ def _failure(
             list(dict.fromkeys(found)) for found in zip(*((p.title, c.pattern) for p, c in cases), strict=True)
         )
         yield f"In the ledger: {len(cases)} cases of {'; '.join(who)} ({', '.join(patterns)}).\n"
-    yield f"```text\n{failure.reproduction.lines}\n```\n"
-    yield f"`python -m peers --reproduce {failure.id}`, after the prelude `{failure.reproduction.prelude}`:\n"
+    yield f"```text\n{failure.lines}\n```\n"
+    yield f"`python -m peers --reproduce {failure.id}`, after the prelude `{failure.prelude}`:\n"
     yield "```"
     alike: dict[tuple[str, ...], list[str]] = {}
     for version, ends in seen.items():

@@ -18,41 +18,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from peers import transformers_impl
-from trimtab.verify.implementation import Place, Subject, averaged
-from trimtab.verify.patterns import Pattern
-from trimtab.verify.topologies import Topology
+from trimtab.verify.implementation import Place, averaged
 from trimtab.verify.truth import LayerWeights, Sizes
 
 RANK, ALPHA = 4, 6
 SCALE = ALPHA / RANK
 
 
-class Impl(transformers_impl.Impl):
-    """Over experts of "grouped_mm"."""
-
-    name = "peft"
-
-    def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
-        t = topology
-        if t.tp > 1 or t.data != "none":
-            return "judged with expert parallelism alone"
-        return super().lacks(topology, pattern)
-
-    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
-        return Layers(place, sizes, weights, self.experts)
-
-
-class Eager(Impl):
-    """Over experts in a loop."""
-
-    name = "peft-eager"
-    experts = "eager"
+def _pair(value_EYX: Tensor, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A [E, r, X] and B [E, Y, r], exact in any dtype."""
+    e, y, x = value_EYX.shape
+    a, b = torch.randn(e, RANK, x, generator=g), torch.randn(e, y, RANK, generator=g) / 8
+    return a.bfloat16().double(), b.bfloat16().double()
 
 
 class Layers(transformers_impl.Layers):
     """One topology's stack, base frozen, adapters trained."""
 
-    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights], experts: str) -> None:
+    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights], impl: Impl) -> None:
         g = torch.Generator().manual_seed(7)
         self.pairs: list[dict[str, tuple[Tensor, Tensor]]] = []
         bases = []
@@ -63,7 +46,7 @@ class Layers(transformers_impl.Layers):
             )
             bases.append(LayerWeights(router_ED=w.router_ED, up_EID=up, down_EDF=down))
             self.pairs.append(pairs)
-        super().__init__(place, sizes, bases, experts)
+        super().__init__(place, sizes, bases, impl)
         names = ["experts.gate_up_proj", "experts.down_proj"]
         config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[], target_parameters=names)
         inject_adapter_in_model(config, self.stack)
@@ -105,8 +88,19 @@ class Layers(transformers_impl.Layers):
         return any(param.data_ptr() == t.data_ptr() for t in self._adapter(layer, "up"))
 
 
-def _pair(value_EYX: Tensor, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A [E, r, X] and B [E, Y, r], exact in any dtype."""
-    e, y, x = value_EYX.shape
-    a, b = torch.randn(e, RANK, x, generator=g), torch.randn(e, y, RANK, generator=g) / 8
-    return a.bfloat16().double(), b.bfloat16().double()
+class Impl(transformers_impl.Impl):
+    """Over experts of "grouped_mm"."""
+
+    name = "peft"
+    layers = Layers
+
+    def lacking(self, t, pattern) -> dict[str, bool]:
+        return {"judged with expert parallelism alone": t.tp > 1 or t.data != "none"} | super().lacking(t, pattern)
+
+
+class Eager(Impl):
+    """Over experts in a loop."""
+
+    name = "peft-eager"
+    experts = "eager"
+    grouped_mm = False

@@ -6,10 +6,15 @@ A peer lies in `.peers/FOLDER`, which goes in front of the path when it is judge
 from __future__ import annotations
 
 import importlib
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2] / ".peers"
 EP = ("1r-local", "2r-ep2", "4r-ep4", "4r-ep2")
 OURS_ALONE = ("ties", "nan_logits", "bad_id")
 """Patterns that judge what we alone promise: which of equal scores goes first, errors for bad input."""
@@ -54,12 +59,37 @@ SOURCES = {
 }  # fmt: skip
 
 
+def fetch_all() -> int:
+    """Bring all that isn't there. Nothing that they depend on comes with it: PyTorch is that which is installed."""
+    for source in SOURCES.values():
+        place = ROOT / source.folder
+        if not place.exists():
+            print(f"{source.name}: {' '.join(source.pip) or ' at '.join(source.git)}", flush=True)
+            part = place.with_name(f"{place.name}.part")  # what was broken off is not taken for whole
+            shutil.rmtree(part, ignore_errors=True)
+            _fetch(source, part)
+            part.rename(place)
+    return 0
+
+
+def _fetch(source: Source, place: Path) -> None:
+    if source.git[0]:
+        url, commit = source.git
+        subprocess.run(["git", "clone", "--quiet", url, str(place)], check=True)
+        subprocess.run(["git", "-C", str(place), "checkout", "--quiet", commit], check=True)
+        return
+    work = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    if source.python:
+        work += ["--python-version", source.python, "--ignore-requires-python", "--only-binary", ":all:"]
+    subprocess.run([*work, "--target", str(place), *source.pip], check=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Peer:
     """One subject.
 
     impl: what `--impl` takes. folders: of its sources. says: what was set up. around: MODULE:FUNCTION that each rank
-    enters, what stands in for CUDA. ours: it is trimtab, in the peer's place.
+    enters, what stands in for CUDA.
     """
 
     name: str
@@ -71,7 +101,6 @@ class Peer:
     topologies: tuple[str, ...] = EP
     dtype: str = "float32"
     around: str = ""
-    ours: bool = False
 
     def options(self) -> dict[str, Any]:
         """What `run_local` is given besides."""
@@ -81,14 +110,6 @@ class Peer:
 
 def peers() -> Iterator[Peer]:
     """All of them, in the order of the page."""
-    yield from _transformers()
-    yield from _torchtitan()
-    yield from _deepspeed()
-    yield from _small()
-    yield from _megatron()
-
-
-def _transformers() -> Iterator[Peer]:
     topologies = ("1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-fsdp", "2r-ep2-tp2-replicated",
                   "4r-ep4", "4r-ep2", "4r-ep2-fsdp")  # fmt: skip
     block = "Qwen3MoeSparseMoeBlock, laid out by the functions that `from_pretrained` calls"
@@ -98,26 +119,18 @@ def _transformers() -> Iterator[Peer]:
             distribution="transformers", topologies=topologies,
             says=f'{block}; `ep_implementation="all_to_all"`, `experts_implementation="{experts}"`',
         )  # fmt: skip
-
-
-def _torchtitan() -> Iterator[Peer]:
     says = (
         "`MoE` from its configuration; its experts compute in bfloat16 whatever comes in, so it is judged in bfloat16"
     )
-    common = {"distribution": "torchtitan", "folders": ("torchtitan",), "dtype": "bfloat16"}
-    yield Peer(
-        name="torchtitan-local", title="torchtitan, LocalTokenDispatcher", impl="peers.torchtitan_impl:Local",
-        topologies=("1r-local", "2r-local"), says=says, **common,
-    )  # fmt: skip
-    yield Peer(
-        name="torchtitan", title="torchtitan, AllToAllTokenDispatcher", impl="peers.torchtitan_impl:Impl",
-        says=says + "; of its two exchanges the one without `spmd_types`, which asks Gloo for what it can't do",
-        **common,
-    )  # fmt: skip
-
-
-def _deepspeed() -> Iterator[Peer]:
-    common = {"distribution": "deepspeed", "folders": ("deepspeed",), "topologies": (*EP, "2r-local")}
+    one = "; of its two exchanges the one without `spmd_types`, which asks Gloo for what it can't do"
+    for name, kind, part, more, asked in (
+        ("torchtitan-local", "LocalTokenDispatcher", "Local", "", ("1r-local", "2r-local")),
+        ("torchtitan", "AllToAllTokenDispatcher", "Impl", one, EP),
+    ):
+        yield Peer(
+            name=name, title=f"torchtitan, {kind}", impl=f"peers.torchtitan_impl:{part}", distribution="torchtitan",
+            folders=("torchtitan",), dtype="bfloat16", topologies=asked, says=says + more,
+        )  # fmt: skip
     says = "`deepspeed.initialize` over transformers' Qwen3-MoE blocks, `expert_parallel` enabled, "
     for name, title, part, more in (
         ("deepspeed", "experts in a loop", "Impl", "`use_grouped_mm` false, ZeRO 0"),
@@ -127,11 +140,8 @@ def _deepspeed() -> Iterator[Peer]:
     ):
         yield Peer(
             name=name, title=f"DeepSpeed AutoEP, {title}", impl=f"peers.deepspeed_impl:{part}", says=says + more,
-            **common,
+            distribution="deepspeed", folders=("deepspeed",), topologies=(*EP, "2r-local"),
         )  # fmt: skip
-
-
-def _small() -> Iterator[Peer]:
     lora = "`LoraConfig(target_parameters=[…])`, r 4, on transformers' experts"
     for name, experts, part in (("peft", "grouped_mm", "Impl"), ("peft-eager", "eager", "Eager")):
         yield Peer(
@@ -151,28 +161,20 @@ def _small() -> Iterator[Peer]:
         says="`gptoss_llep_forward`, `min_tokens_per_gemm=1` so that a case's few tokens do move; alpha 1 and a bias "
         "of -1 make its gpt-oss experts the truth's SwiGLU, to rounding: so float64. It is provided for research",
     )  # fmt: skip
-
-
-def _megatron() -> Iterator[Peer]:
     topologies = ("1r-local", "2r-ep2", "2r-etp2-local", "4r-ep4", "4r-ep2-etp2", "4r-ep4-tp2-sharded")
-    cpu = "; what stands in for CUDA is in tests/helpers/megatron_cpu.py, each with its reason"
-    kinds = (
-        ("megatron", "Impl", "alltoall", "`MoELayer`, its router, `alltoall`, SequentialMLP" + cpu),
-        ("megatron-allgather", "AllGather", "allgather", "`MoELayer`, its router, `allgather`, SequentialMLP" + cpu),
-        (
-            "megatron-trimtab",
-            "Trimtab",
-            "with trimtab",
-            "`trimtab.megatron.use(spec)`: its router, our dispatch, experts" + cpu,
-        ),
-    )
+    own = "`MoELayer`, its router, `{}`, SequentialMLP".format
     for version, folders in (("0.16", ()), ("0.19", ("megatron-0.19",))):
-        for name, part, title, says in kinds:
+        for name, part, title, says in (
+            ("megatron", "Impl", "alltoall", own("alltoall")),
+            ("megatron-allgather", "AllGather", "allgather", own("allgather")),
+            ("megatron-trimtab", "Trimtab", "with trimtab",
+             "`trimtab.megatron.use(spec)`: its router, our dispatch, experts"),
+        ):  # fmt: skip
             yield Peer(
-                name=f"{name}-{version}", title=f"Megatron-Core {version}, {title}", says=says,
-                impl=f"peers.megatron_impl:{part}",
-                distribution="megatron-core", folders=folders, topologies=topologies, ours="trimtab" in name,
-                around="helpers.megatron_cpu:cuda_stood_in",
+                name=f"{name}-{version}", title=f"Megatron-Core {version}, {title}",
+                says=f"{says}; what stands in for CUDA is in tests/helpers/megatron_cpu.py, each with its reason",
+                impl=f"peers.megatron_impl:{part}", distribution="megatron-core", folders=folders,
+                topologies=topologies, around="helpers.megatron_cpu:cuda_stood_in",
             )  # fmt: skip
 
 

@@ -19,12 +19,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from peers.fetch import ROOT
 from peers.preludes import PRELUDES
+from peers.registry import ROOT
+
+if TYPE_CHECKING:
+    from peers.failures import Failure
 
 LONGEST = 220
 """Characters of an error that are shown."""
@@ -34,46 +37,48 @@ START = 120.0
 """Seconds that a rank has to begin."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reproduction:
-    """prelude: whose. lines: what runs, two as a rule. expected: a pattern for what each rank ends with, in turn.
-
-    folders: of `.peers`. ours: run a second time with trimtab in Megatron's layer, and what each rank ends with there.
-    fails: of Megatron's versions those in which it does; in the others all ranks end.
-    """
-
-    prelude: str
-    lines: str
-    expected: Sequence[str]
-    folders: tuple[str, ...] = ()
-    ours: Sequence[str] = ()
-    fails: tuple[str, ...] = ()
-
-    def missed(self, found: Sequence[str], *, ours: bool = False, version: str = "") -> list[str]:
-        """What did not come out as expected."""
-        wanted = self.ours if ours else self.expected
-        if self.fails and version and version not in self.fails and not ours:
-            wanted = ["^ends"] * len(wanted)
-        pairs = enumerate(zip(wanted, found, strict=True))
-        return [f"rank {rank}: expected {w!r}, found {f!r}" for rank, (w, f) in pairs if not re.search(w, f)]
+VERSIONS = {(): "Megatron-Core 0.16", ("megatron-0.19",): "Megatron-Core 0.19"}
+"""What is in front of the path, and what it is."""
 
 
-def run_all(
-    asked: Sequence[tuple[Reproduction, bool]], *, folders: tuple[str, ...] = (), limit: float = 400.0
-) -> list[list[str]]:
-    """What each rank ended with, of reproductions that have a prelude and folders in common (or `folders` instead),
-    with trimtab where the second of a pair says so. All in one Python of their own, which imports once."""
-    (first, _), *_ = asked
-    tests = str(ROOT.parent / "tests")
-    places = [tests, *(str(ROOT / name) for name in folders or first.folders), os.environ.get("PYTHONPATH", "")]
+def reproduce_all(failures: Sequence[Failure]) -> tuple[dict[str, dict[str, list[str]]], int]:
+    """Run them, of each version of a peer; what the ranks ended with, by failure and version, and 1 where one ended
+    otherwise than is expected."""
+    seen: dict[str, dict[str, list[str]]] = {}
+    missed = 0
+    batches: dict[tuple[str, tuple[str, ...]], list[tuple[Failure, bool]]] = {}
+    for failure in failures:
+        for folders in VERSIONS if failure.prelude == "megatron" else (failure.folders,):
+            batch = batches.setdefault((failure.prelude, folders), [])
+            batch += [(failure, False), *([(failure, True)] if failure.ours else [])]
+    for (prelude, folders), batch in batches.items():
+        if absent := [folder for folder in folders if not (ROOT / folder).exists()]:
+            print(f"not reproduced, {', '.join(absent)} is not in .peers: {', '.join(f.id for f, _ in batch)}")
+            continue
+        for (failure, ours), found in zip(batch, run_all(batch, folders), strict=True):
+            version = VERSIONS[folders] if prelude == "megatron" else "as it is"
+            label = f"{version}, with trimtab" if ours else version
+            seen.setdefault(failure.id, {})[label] = found
+            for said in failure.missed(found, ours=ours, version=version.split()[-1]):
+                print(f"{failure.id}, {label}: {said}")
+                missed = 1
+            print(f"{failure.id}, {label}: {found}", flush=True)
+    return seen, missed
+
+
+def run_all(asked: Sequence[tuple[Failure, bool]], folders: tuple[str, ...] = ()) -> list[list[str]]:
+    """What each rank ended with, of failures that have a prelude in common, with trimtab where the second of a pair
+    says so. All in one Python of their own, which imports once."""
+    places = [str(ROOT.parent / "tests"), *(str(ROOT / name) for name in folders), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places)), "OMP_NUM_THREADS": "1"}
-    work = [(len(r.ours if ours else r.expected), ours, r.lines) for r, ours in asked]
+    prelude = asked[0][0].prelude
+    work = [(len(f.ours if ours else f.expected), ours, f.lines) for f, ours in asked]
     done = subprocess.run(
-        [sys.executable, "-m", "peers.reproduce", first.prelude], input=json.dumps(work), env=env, capture_output=True,
-        text=True, timeout=limit, check=False,
+        [sys.executable, "-m", "peers.reproduce", prelude], input=json.dumps(work), env=env, capture_output=True,
+        text=True, timeout=400.0, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(f"reproductions of {first.prelude} did not run: {done.stderr.strip().splitlines()[-1]}")
+        raise RuntimeError(f"reproductions of {prelude} did not run: {done.stderr.strip().splitlines()[-1]}")
     found: list[list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 

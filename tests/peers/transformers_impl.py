@@ -6,15 +6,16 @@ gate; its own code runs as it is.
 
 Legend: N tokens, K experts per token, E experts.
 """
+# mypy: ignore-errors
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
@@ -22,25 +23,86 @@ from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from peers.asked import reason, residual
-from trimtab.verify.implementation import Outcome, Place, Share, Subject, gradients_of
-from trimtab.verify.patterns import Pattern
-from trimtab.verify.topologies import Topology
+from peers import subject
+from trimtab.verify.implementation import Place, gradients_of
 from trimtab.verify.truth import LayerWeights, Sizes
 
 SHORT = {"gate.weight": "router", "experts.gate_up_proj": "up", "experts.down_proj": "down"}
 
 
-class Impl:
+def qwen3_block(sizes: Sizes, w: LayerWeights, experts: str) -> Any:
+    """A block with these weights."""
+    config = Qwen3MoeConfig(
+        hidden_size=sizes.dim, moe_intermediate_size=sizes.hidden, num_experts=sizes.num_experts,
+        num_experts_per_tok=sizes.top_k, num_hidden_layers=sizes.layers, norm_topk_prob=False, hidden_act="silu",
+    )  # fmt: skip
+    config._experts_implementation = experts
+    block = Qwen3MoeSparseMoeBlock(config).to(sizes.dtype)
+    with torch.no_grad():
+        block.gate.weight.copy_(w.router_ED)
+        block.experts.gate_up_proj.copy_(w.up_EID)
+        block.experts.down_proj.copy_(w.down_EDF)
+    return block
+
+
+class Stack(nn.Module):
+    """Blocks with a residual in between."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        super().__init__()
+        self.layers, self.config = nn.ModuleList(blocks), blocks[0].experts.config
+
+    def forward(self, h: Tensor) -> Tensor:
+        return subject.residual(self.layers, h, lambda block, h: block(h))
+
+
+class Layers(subject.Layers):
+    """One topology's stack."""
+
+    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights], impl: Impl) -> None:
+        t = place.topology
+        kind = "eager" if sizes.dtype == torch.float64 else impl.experts  # torch's grouped_mm takes no float64
+        self.stack = Stack([qwen3_block(sizes, w, kind) for w in weights]).to(place.device)
+        super().__init__(place, self.stack)
+        for block in self.stack.layers:
+            block.gate.register_forward_hook(self._replay)
+        ep_plan: dict[str, str] = {}
+        for i in range(sizes.layers if t.ep > 1 else 0):
+            experts = f"layers.{i}.experts"
+            ep_plan |= {f"{experts}.gate_up_proj": "grouped_gemm", f"{experts}.down_proj": "grouped_gemm"}
+            ep_plan[experts] = "ep_dispatch_experts"
+        apply_expert_parallelism(self.stack, place.experts["ep"], place.dense["tp"], ep_plan, "all_to_all")
+        if t.data == "fsdp" and t.dp > 1:  # as in `from_pretrained`
+            self.stack.config.distributed_config = DistributedConfig(ep_size=t.ep, tp_size=t.tp, fsdp_size=t.dp)
+            fsdp_plan = {f"layers.{i}": "free_full_weight" for i in range(sizes.layers)}
+            meshes = {"fsdp": place.dense["dp"], "efsdp": place.experts["edp"]}
+            named = SimpleNamespace(get_mesh=meshes.__getitem__)
+            apply_fully_sharded_data_parallelism(self.stack, named, fsdp_plan, ep_plan)
+        elif t.data == "ddp":
+            self.model = DistributedDataParallel(self.stack, process_group=place.dense["dp"].get_group())
+
+    def _replay(self, gate: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """The gate's outputs, of the replayed experts: their scores are live."""
+        logits_NE, scores_NK, ids_NK = output
+        if self.replayed_NK is not None:
+            ids_NK = self.replayed_NK
+            scores_NK = logits_NE.softmax(1, dtype=torch.float).gather(1, ids_NK).to(logits_NE.dtype)
+        return logits_NE, scores_NK, ids_NK
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        return gradients_of(self.stack.named_parameters(), self.place, SHORT)
+
+
+class Impl(subject.Impl):
     """What `DistributedConfig(ep_size=..., ep_implementation="all_to_all")` lays out, without the model around it."""
 
     name = "transformers"
-    refusal: type[Exception] = Exception
     experts = "grouped_mm"
+    grouped_mm = True
+    layers = Layers
 
-    def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
-        t = topology
-        lacking = {
+    def lacking(self, t, pattern) -> dict[str, bool]:
+        return {
             "its expert parallelism has no sequence-sharded tokens: each rank of a tp group holds them all": (
                 t.tokens == "sharded"
             ),
@@ -51,10 +113,6 @@ class Impl:
                 t.data == "hsdp"
             ),
         }
-        return reason(lacking, t, pattern, grouped_mm=self.experts == "grouped_mm")
-
-    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
-        return Layers(place, sizes, weights, self.experts)
 
 
 class Eager(Impl):
@@ -62,87 +120,4 @@ class Eager(Impl):
 
     name = "transformers-eager"
     experts = "eager"
-
-
-class Stack(nn.Module):
-    """Blocks with a residual in between."""
-
-    def __init__(self, sizes: Sizes, device: torch.device, experts: str) -> None:
-        super().__init__()
-        self.config: Any = Qwen3MoeConfig(
-            hidden_size=sizes.dim,
-            moe_intermediate_size=sizes.hidden,
-            num_experts=sizes.num_experts,
-            num_experts_per_tok=sizes.top_k,
-            norm_topk_prob=False,
-            hidden_act="silu",
-        )
-        # torch's grouped_mm takes no float64.
-        self.config._experts_implementation = "eager" if sizes.dtype == torch.float64 else experts
-        self.blocks: list[Any] = [
-            Qwen3MoeSparseMoeBlock(self.config).to(device, sizes.dtype) for _ in range(sizes.layers)
-        ]
-        self.layers = nn.ModuleList(self.blocks)
-        self.replayed_NK: Tensor | None = None
-        for block in self.blocks:
-            block.gate.register_forward_hook(self._replay)
-
-    def _replay(self, gate: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """The gate's outputs, of the replayed experts: their scores are live."""
-        logits_NE, scores_NK, ids_NK = output
-        if self.replayed_NK is not None:
-            ids_NK = self.replayed_NK
-            scores_NK = logits_NE.softmax(1, dtype=torch.float).gather(1, ids_NK).to(logits_NE.dtype)
-        return logits_NE, scores_NK, ids_NK
-
-    def forward(self, h: Tensor) -> Tensor:
-        return residual(self.layers, h, lambda block, h: block(h))
-
-
-class _Meshes:
-    """The ledger's meshes by the names that transformers has for them."""
-
-    def __init__(self, place: Place) -> None:
-        self.named = {"fsdp": place.dense["dp"], "efsdp": place.experts["edp"]}
-
-    def get_mesh(self, name: str) -> DeviceMesh:
-        return self.named[name]
-
-
-class Layers:
-    """One topology's stack."""
-
-    def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights], experts: str) -> None:
-        t, self.place = place.topology, place
-        self.stack: Any = Stack(sizes, place.device, experts)
-        self.model: Any = self.stack
-        with torch.no_grad():
-            for block, w in zip(self.stack.blocks, weights, strict=True):
-                block.gate.weight.copy_(w.router_ED)
-                block.experts.gate_up_proj.copy_(w.up_EID)
-                block.experts.down_proj.copy_(w.down_EDF)
-        ep_plan: dict[str, str] = {}
-        for i in range(sizes.layers if t.ep > 1 else 0):
-            experts = f"layers.{i}.experts"
-            ep_plan |= {f"{experts}.gate_up_proj": "grouped_gemm", f"{experts}.down_proj": "grouped_gemm"}
-            ep_plan[experts] = "ep_dispatch_experts"
-        apply_expert_parallelism(self.stack, place.experts["ep"], place.dense["tp"], ep_plan, "all_to_all")
-        if t.data == "fsdp" and t.dp > 1:  # as in `from_pretrained`
-            self.stack.config.distributed_config = DistributedConfig(ep_size=t.ep, tp_size=t.tp, fsdp_size=t.dp)
-            fsdp_plan = {f"layers.{i}": "free_full_weight" for i in range(sizes.layers)}
-            apply_fully_sharded_data_parallelism(self.stack, _Meshes(place), fsdp_plan, ep_plan)
-        elif t.data == "ddp":
-            self.model = DistributedDataParallel(self.stack, process_group=place.dense["dp"].get_group())
-
-    def step(self, share: Share) -> Outcome:
-        self.model.zero_grad()
-        x = share.x_BlD.clone().requires_grad_()
-        self.stack.replayed_NK = None if share.ids_BlK is None else share.ids_BlK.flatten(0, 1)
-        y = self.model(x)
-        y.backward(share.dy_BlD)
-        assert x.grad is not None
-        return Outcome(y=y, dx=x.grad, grads=self.gradients())
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Whole gradients by name. Collective."""
-        return gradients_of(self.stack.named_parameters(), self.place, SHORT)
+    grouped_mm = False

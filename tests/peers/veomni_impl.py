@@ -11,7 +11,6 @@ Legend: N tokens, K experts per token, E experts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -19,41 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from peers import over_experts
-from peers.asked import reason
-from trimtab.verify.implementation import Outcome, Place, Share, Subject
-from trimtab.verify.patterns import Pattern
-from trimtab.verify.topologies import Topology
-from trimtab.verify.truth import LayerWeights, Sizes
+from peers import subject
+from trimtab.verify.implementation import Outcome, Share
 
 with (
     patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)),
     patch("torch.cpu.get_device_name", lambda device=None: "cpu", create=True),
 ):
     from veomni.distributed.moe import moe_layer
-
-
-class Impl:
-    """As its fused experts call it where expert parallelism is on."""
-
-    name = "veomni"
-    refusal: type[Exception] = Exception
-
-    def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
-        t = topology
-        lacking = {
-            "without expert parallelism all of it is Triton kernels": t.ep == 1,
-            "it is one function over an expert-parallel group; FSDP2 around it is not wired": (
-                t.tp > 1 or t.data != "none" or t.cp > 1
-            ),
-            "its one-hot routing map holds an expert once a token": (
-                pattern.name in ("duplicates", "one_rank", "lone_rank")
-            ),
-        }
-        return reason(lacking, t, pattern, grouped_mm=False)
-
-    def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
-        return Layers(place, sizes, weights, Layer)
 
 
 def group_gemm_same_nk(a, b, cumsum_M, max_M, transpose_a=False, transpose_b=False, **options) -> Tensor:
@@ -85,23 +57,34 @@ def stood_in() -> contextlib.ExitStack:
     return stack
 
 
-class Layer(over_experts.Layer):
-    """Its function asks a state of the whole program for the group."""
+class Layers(subject.FunctionLayers):
+    """In forward and backward with what stands in for its kernels. Its function asks a state of the whole program for
+    the group."""
 
-    def forward(self, h: Tensor) -> Tensor:
-        scores_NE, ids_NK = self.routed(h)
-        state = SimpleNamespace(ep_group=self.group)
+    def run(self, layer: subject.OwnRouter, h: Tensor, scores_NE: Tensor, ids_NK: Tensor) -> Tensor:
+        state = SimpleNamespace(ep_group=layer.group)
         with patch.object(moe_layer, "get_parallel_state", lambda: state):
-            y = moe_layer.dispatch_to_ep_class(
+            return moe_layer.dispatch_to_ep_class(
                 moe_layer.EPMergedFc1GroupGemm, self.sizes.num_experts, scores_NE.gather(1, ids_NK), ids_NK,
-                h, self.gate_up, self.down,
+                h, layer.gate_up, layer.down,
             )  # fmt: skip
-        return y.view_as(h)
-
-
-class Layers(over_experts.Layers):
-    """One topology's stack, in forward and backward with what stands in for its kernels."""
 
     def step(self, share: Share) -> Outcome:
         with stood_in():
             return super().step(share)
+
+
+class Impl(subject.Impl):
+    """As its fused experts call it where expert parallelism is on."""
+
+    name = "veomni"
+    layers = Layers
+
+    def lacking(self, t, pattern) -> dict[str, bool]:
+        return {
+            "without expert parallelism all of it is Triton kernels": t.ep == 1,
+            "it is one function over an expert-parallel group; FSDP2 around it is not wired": (
+                t.tp > 1 or t.data != "none" or t.cp > 1
+            ),
+            "its one-hot routing map holds an expert once a token": pattern.name in subject.TWICE,
+        }

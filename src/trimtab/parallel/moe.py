@@ -57,17 +57,17 @@ class ParallelMoE(MoE):
             if router.groups == before:
                 router.groups = self.own_groups
 
-    def forward(self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
+    def forward(self, x: Tensor, **given: Tensor | None) -> MoEOutput:
         """As `MoE.forward`; every rank of the expert group, and all that share the balance losses, must call."""
         group = self.tp_group
         if group is None:
-            return super().forward(x, token_mask=token_mask, ids=ids)
+            return super().forward(x, **given)
         refuse_transforms("MoE", self.dispatcher.layer)
         places = self._places()
         params = [module.get_parameter(name) for module, name in places]
         summed: tuple[Tensor, ...] = SumGradients.apply(group, *params) if params else ()  # type: ignore[no-untyped-call]
         with standing_in(places, summed):
-            return super().forward(x, token_mask=token_mask, ids=ids)
+            return super().forward(x, **given)
 
     def _facts(self, x: Tensor) -> Facts:
         tp, cp = self.lines

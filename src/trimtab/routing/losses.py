@@ -2,14 +2,14 @@
 N real tokens t with p[t] the scores as a distribution, f[e] the fraction of slots that picked e before any capacity:
 
     aux           E / N * sum over t of f . p[t]          f over this micro-batch, all ranks    (arXiv 2101.03961)
-    sequence_aux  E / N * sum over t of f[s(t)] . p[t]    f over t's sequence s(t)              (arXiv 2412.19437)
+    sequence_aux  E / N * sum over t of f[s(t)] . p[t]    f over t's sequence s(t), of a pack too  (arXiv 2412.19437)
     global_aux    E / N * sum over t of f . p[t]          f over the optimizer step, all ranks  (arXiv 2501.11873)
     z             1 / N * sum over t of logsumexp(logits[t])^2                                  (arXiv 2202.08906)
 
 Each rank's value is the global one; its gradient is P times that of its own tokens, P the size of `LossGroups.batch`,
 so that averaging parameter gradients over these ranks, as DDP and FSDP do, gives the single process's.
 
-Legend: T tokens of this rank, B sequences, E experts, K experts per token, N real tokens, P ranks.
+Legend: T tokens of this rank, B rows, S sequences, E experts, K experts per token, N real tokens, P ranks.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def balance_losses(
     c, num_experts = config, config.num_experts
     if routing.basis is None or not any(getattr(c, name) for name in COEFFICIENTS):
         return {}, None
-    logits, (_, chosen, chosen_E, scores, real_T, batch, _) = routing.logits_TE, routing.basis
+    logits, (_, chosen, chosen_E, scores, real_T, batch, _, ids_T) = routing.logits_TE, routing.basis
     dtype = logits.dtype
     if real_T is None:
         real_T = torch.ones_like(logits[:, 0], dtype=torch.bool)
@@ -141,8 +141,13 @@ def balance_losses(
     z = _log_sum_exp(logits).square().masked_fill(~real_T, 0).sum()
     sequence = z.new_zeros(())
     if c.sequence_aux_loss:
-        f_BE = num_experts * _sequence_fractions(chosen, batch, num_experts, groups).to(dtype)
-        sequence = (f_BE * p_TE.view(batch, chosen.shape[0] // max(batch, 1), num_experts).sum(1)).sum()
+        sequence_T = _sequences(chosen[:, 0], batch, ids_T)
+        number = batch if ids_T is None else chosen.shape[0]
+        f_SE = num_experts * _sequence_fractions(chosen, sequence_T, number, num_experts, groups).to(dtype)
+        if ids_T is None:
+            sequence = (f_SE * p_TE.view(batch, chosen.shape[0] // max(batch, 1), num_experts).sum(1)).sum()
+        else:
+            sequence = (f_SE.index_select(0, sequence_T) * p_TE).sum()
     sums = (real_T.sum()[None], chosen_E, p_E, sequence[None], z[None])
     everyone = all_sum(torch.cat([part.detach().double() for part in sums]), groups.everyone)
     n, counts_E, sum_p_E, sum_sequence, sum_z = torch.split(everyone, [1, num_experts, num_experts, 1, 1])
@@ -178,10 +183,20 @@ def _log_sum_exp(logits_TE: Tensor) -> Tensor:
     return (logits_TE - top_T1).exp().sum(-1).log() + top_T1[:, 0]
 
 
-def _sequence_fractions(chosen_TK: Tensor, batch: int, num_experts: int, groups: LossGroups) -> Tensor:
-    length = chosen_TK.shape[0] // max(batch, 1)
-    sequence_T1 = torch.arange(chosen_TK.shape[0], device=chosen_TK.device)[:, None] // max(length, 1)
+def _sequences(like_T: Tensor, batch: int, ids_T: Tensor | None) -> Tensor:
+    """The sequence that each token is in, 0, 1, …: a row, and within it a run of one id."""
+    row_T = torch.arange(like_T.shape[0], device=like_T.device) // max(like_T.shape[0] // max(batch, 1), 1)
+    if ids_T is None:
+        return row_T
+    begins_T = torch.zeros_like(row_T)
+    begins_T[1:] = (ids_T[1:] != ids_T[:-1]) | (row_T[1:] != row_T[:-1])
+    return begins_T.cumsum(0)
+
+
+def _sequence_fractions(
+    chosen_TK: Tensor, sequence_T: Tensor, number: int, num_experts: int, groups: LossGroups
+) -> Tensor:
     known = (chosen_TK >= 0) & (chosen_TK < num_experts)
-    ids = torch.where(known, chosen_TK + sequence_T1 * num_experts, -1)
-    counts = count_ids(ids, batch * num_experts).view(batch, num_experts)
+    ids = torch.where(known, chosen_TK + sequence_T[:, None] * num_experts, -1)
+    counts = count_ids(ids, number * num_experts).view(number, num_experts)
     return fraction(all_sum(counts, groups.sequence))

@@ -56,7 +56,8 @@ def decoded(ids_TK: Tensor) -> Decision:
 
 @exportable
 class Basis(NamedTuple):
-    """What `Router.losses` takes the losses from. real_T: the token mask. batch: sequences among the tokens."""
+    """What `Router.losses` takes the losses from. real_T: the token mask. batch: rows of one length among the tokens.
+    sequence_ids_T: where rows are packs, see `MoE.forward`."""
 
     ids_TK: Tensor
     chosen_TK: Tensor
@@ -65,6 +66,7 @@ class Basis(NamedTuple):
     real_T: Tensor | None
     batch: int
     most_slots: int | None
+    sequence_ids_T: Tensor | None = None
 
 
 @exportable
@@ -72,11 +74,9 @@ class Routing(NamedTuple):
     """One routing decision.
 
     ids_TK: int64 expert ids; -1 where a slot is dropped or the token is not real.
-    weights_TK: float32 (float64 for float64 tokens); 0 where the id is -1, NaN for a token whose logits are not
-        finite, so that dispatch raises on every rank.
+    weights_TK: float32 as logits_TE (float64 for float64 tokens); 0 where the id is -1, NaN for a token whose logits
+        are not finite, so that dispatch raises on every rank.
     loads_E: int64, kept slots of real tokens of this rank; padding is not counted.
-    logits_TE: float32 (float64 for float64 tokens).
-    basis: for `Router.losses`.
     """
 
     ids_TK: Tensor

@@ -104,6 +104,7 @@ class Router(nn.Module):
         token_mask_T: Tensor | None = None,
         ids_TK: Tensor | None = None,
         batch: int = 1,
+        sequence_ids_T: Tensor | None = None,
     ) -> Routing:
         """Route this rank's tokens. `losses` takes the balance losses of what comes out.
 
@@ -112,11 +113,12 @@ class Router(nn.Module):
             token_mask_T: bool, True for a real token; the others are not read.
             ids_TK: decisions to replay instead of making them; scores, weights and losses stay live.
             batch: sequences among the tokens, which come in the order (sequence, position).
+            sequence_ids_T: int, where these are packs: another id begins another sequence, for `sequence_aux_loss`.
 
         Raises:
             InputError: shapes or dtypes other than these. Ids and weights are checked by dispatch, on every rank.
         """
-        self._check(x_TD, token_mask_T, ids_TK, batch)
+        self._check(x_TD, token_mask_T, ids_TK, batch, sequence_ids_T)
         self._bring(x_TD.device)
         c, real_T = self.config, token_mask_T
         x = x_TD if real_T is None else x_TD.masked_fill(~real_T[:, None], 0)
@@ -131,7 +133,7 @@ class Router(nn.Module):
         weights = weights.add(plain.sum(-1, keepdim=True), alpha=0)  # NaN where one of them is not finite
         chosen_E = count_ids(chosen, c.num_experts, complete=decision.complete)
         loads_E = chosen_E if ids is chosen else count_ids(ids, c.num_experts)
-        basis = Basis(ids, chosen, chosen_E, scores, real_T, batch, decision.most_slots)
+        basis = Basis(ids, chosen, chosen_E, scores, real_T, batch, decision.most_slots, sequence_ids_T)
         return Routing(ids_TK=ids, weights_TK=weights, loads_E=loads_E, logits_TE=logits, basis=basis)
 
     def losses(self, routing: Routing) -> dict[str, Tensor]:
@@ -198,11 +200,9 @@ class Router(nn.Module):
 
         if self.port.observers or running():
             run = self._run(choose if given is None else given, logits_TE, scores_TE, real_T, batch)
-            told = self.port.decide(run, fixed=given is not None)
-            if given is not None:
-                given = run.ids_TK
-            elif told:
+            if self.port.decide(run, fixed=given is not None) and given is None:
                 return _own(decoded(run.ids_TK), real_T)
+            given = None if given is None else run.ids_TK
         if given is not None:
             return _own(Decision(given, given), real_T)
         return made[0] if made else self._choose(logits_TE, scores_TE, real_T)
@@ -262,7 +262,7 @@ class Router(nn.Module):
             state_dict[f"{prefix}expert_bias"] = bias.float()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None, batch: int) -> None:
+    def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None, batch: int, packed: Tensor | None) -> None:
         problems = []
         if not dense(x) or x.dim() != 2 or x.shape[1] != self.dim or not holds_values(x.dtype):
             wanted = f"floating [T, {self.dim}], dense, in {VALUES}"
@@ -274,6 +274,10 @@ class Router(nn.Module):
             problems.append(f"ids to replay must be int {list(decided)}, got {ids.dtype} {tuple(ids.shape)}")
         if batch < 0 or x.shape[0] % max(batch, 1) or (batch == 0 and x.shape[0]):
             problems.append(f"{x.shape[0]} tokens are not {batch} sequences of one length")
+        if packed is not None and (packed.shape != x.shape[:1] or not holds_ids(packed)):
+            problems.append(f"sequence ids must be int [{x.shape[0]}], got {packed.dtype} {tuple(packed.shape)}")
+        if packed is not None and self.config.sequence_aux_loss and self.groups.sequence is not None:
+            problems.append("sequence_aux_loss takes no packs that are cut over ranks (tensor, context parallel)")
         if problems:
             raise InputError("; ".join(problems), layer=self.layer, phase="route")
 

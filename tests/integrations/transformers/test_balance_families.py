@@ -1,25 +1,21 @@
-"""Balance of transformers' routers: biases, losses and counts against formulas, over families, ranks and Trainers."""
+"""Balance of transformers' routers: biases, losses and counts against formulas, over families."""
 
 from __future__ import annotations
 
 import statistics
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from benchmarks.balance_families import train
-from helpers.balance_ranks import MICRO, batches, run_balanced
 from helpers.families import build_model, forward, sample_batch
-from helpers.ranks import run_ranks
 from helpers.seeing import seen
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers import LoadBalancer, LoadBalancerCallback
+from trimtab.integrations.transformers import LoadBalancer
 from trimtab.integrations.transformers.routers.find import find_routers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,36 +27,33 @@ KINDS = ("afmoe", "deepseek_v3", "ernie4_5_moe", "laguna", "lfm2_moe", "minimax_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", KINDS)
 def test_a_familys_own_bias_is_trained(family: str, dtype: torch.dtype) -> None:
+    """By steps that are counted by hand, one of them without tokens; evaluation moves nothing."""
     model = build_model(family, dtype=dtype).train()
     places = find_routers(model)
-    before = {p.name: getattr(p.bias_in, p.bias).detach().clone().flatten().float() for p in places}
-    balance = LoadBalancer(model, rate=1e-4)
-    seeing = seen(model)
-    batch = sample_batch(model, 2, 12)
-    forward(model, batch)
-    for _ in range(2):
+
+    def biases() -> list[Tensor]:
+        return [getattr(place.bias_in, place.bias) for place in places]
+
+    wanted = [bias.detach().flatten().double() for bias in biases()]
+    balance, seeing, batch = LoadBalancer(model, rate=1e-4), seen(model), sample_batch(model, 2, 12)
+    for tokens in (True, False, True):
+        if tokens:
+            forward(model, batch)
         loads = balance.step()
-    assert not any(load.any() for load in loads.values()), "the second step had no tokens"
-    forward(model, batch)
-    loads = balance.step()
-    for place in places:
-        counts = seeing.last[place.name].ids_TK.flatten().bincount(minlength=place.num_experts)
-        assert torch.equal(loads[place.name], counts)
-        moved = getattr(place.bias_in, place.bias).detach().flatten()
-        assert moved.dtype == torch.float32 or isinstance(getattr(place.bias_in, place.bias), torch.nn.Parameter)
-    model.eval()
-    after = {p.name: getattr(p.bias_in, p.bias).detach().clone() for p in places}
-    forward(model, batch)
+        for place, bias in zip(places, wanted, strict=True):
+            counts = seeing.last[place.name].ids_TK.flatten().bincount(minlength=place.num_experts) * tokens
+            assert torch.equal(loads[place.name], counts)
+            bias += 1e-4 * (counts.double().mean() - counts).sign()
+    for place, bias, true in zip(places, biases(), wanted, strict=True):
+        assert bias.dtype == torch.float32 or isinstance(bias, torch.nn.Parameter), place.name
+        if bias.dtype == torch.float32:  # else steps are lost in what bfloat16 rounds
+            torch.testing.assert_close(bias.detach().flatten().double(), true, rtol=0, atol=2e-6, msg=place.name)
+    after = [bias.detach().clone() for bias in biases()]
+    forward(model.eval(), batch)
     with torch.no_grad():
         forward(model.train(), batch)
     assert not any(load.any() for load in balance.step().values())
-    for place in places:
-        assert torch.equal(getattr(place.bias_in, place.bias), after[place.name])
-        steps = (after[place.name].flatten().float() - before[place.name]) / 1e-4
-        if dtype == torch.float32 or after[place.name].dtype == torch.float32:
-            assert steps.round().abs().max() <= 2
-            torch.testing.assert_close(steps, steps.round(), rtol=0, atol=0.02)
-            assert steps.any()
+    assert all(map(torch.equal, biases(), after))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", "jamba"])
@@ -92,11 +85,6 @@ def test_an_added_bias_selects_and_is_saved(family: str, tmp_path: Path) -> None
     assert torch.equal(forward(again, batch)[0], biased)
 
 
-def masked_batch() -> dict[str, Tensor]:
-    ids, mask = batches()[0][0]
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
@@ -108,7 +96,7 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
 def test_losses_are_the_familys_own_by_layer(family: str, recompute: str) -> None:
     model = build_model(family, dtype=torch.float64).train()
     model.set_experts_implementation("eager")  # which takes float64
-    batch = masked_batch()
+    batch = sample_batch(model, 4, 12, padded=True)
     outputs = model(**batch, output_router_logits=True)
     E, K = outputs.router_logits[0].shape[-1], find_routers(model)[0].top_k
     mask = batch["attention_mask"]
@@ -140,64 +128,6 @@ def test_losses_are_the_familys_own_by_layer(family: str, recompute: str) -> Non
     assert model.router_aux_loss_coef == coefficient
 
 
-def test_behind_a_first_pass_micro_batches_are_one_batch() -> None:
-    """Without it, f of the micro-batches so far: another gradient. Micro-batches differ in size, and padding."""
-    model = build_model("mixtral", dtype=torch.float64).train()
-    model.set_experts_implementation("eager")
-    micro = [(ids[:n], mask[:n]) for n, (ids, mask) in zip((4, 1, 3), chain(*batches()), strict=False)]
-    balance = LoadBalancer(model, bias=None, aux_loss=0.3, z_loss=0.02)
-
-    def losses_alone(parts: list[tuple[Tensor, Tensor]], first: bool) -> dict[str, Tensor]:
-        model.zero_grad()
-        balance.micro_batches = len(parts)
-        if first:
-            with balance.first_pass():
-                for ids, mask in parts:
-                    model.eval()(input_ids=ids, attention_mask=mask)
-        for ids, mask in parts:
-            (model.train()(input_ids=ids, attention_mask=mask).logits.sum() * 0).backward()
-        loads = balance.step()
-        tokens = sum(int(mask.sum()) for _, mask in parts)
-        assert all(int(load.sum()) == 2 * tokens for load in loads.values()), "the first pass is not counted"
-        return balance.losses | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    whole = (torch.cat([ids for ids, _ in micro]), torch.cat([mask for _, mask in micro]))
-    wanted, found, so_far = losses_alone([whole], False), losses_alone(micro, True), losses_alone(micro, False)
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
-    for place in find_routers(model):
-        grad = wanted[f"{place.name}.weight"]
-        assert (so_far[f"{place.name}.weight"] - grad).norm() > 0.05 * grad.norm()
-
-
-CASES = {
-    "sign": {"bias": "sign", "rate": 0.05, "add_bias": True, "aux_loss": 0.5, "z_loss": 0.05},
-    "quantile": {"bias": "quantile", "add_bias": True},
-}
-
-
-@pytest.mark.parametrize("rule", CASES)
-@pytest.mark.xdist_group("ranks")
-def test_four_ranks_decide_as_one(rule: str) -> None:
-    """With recompute on the ranks and without it on one."""
-    one = run_balanced("qwen3_moe", "", CASES[rule])
-    four = run_ranks(run_balanced, 4, "qwen3_moe", "saved tensors", CASES[rule])
-    for n, whole in enumerate(one["ids"]):
-        for name, ids in whole.items():
-            assert torch.equal(torch.cat([rank["ids"][n][name] for rank in four]), ids), (n, name)
-    for rank in four:
-        for step in range(len(one["loads"])):
-            assert all(map(torch.equal, rank["loads"][step].values(), one["loads"][step].values()))
-            assert rank["biases"][step].keys() == one["biases"][step].keys() != set()
-            assert all(map(torch.equal, rank["biases"][step].values(), one["biases"][step].values()))
-            assert rank["losses"][step] == pytest.approx(one["losses"][step], rel=1e-5)
-        for name, parameter in one["parameters"].items():
-            torch.testing.assert_close(rank["parameters"][name], parameter, rtol=1e-4, atol=1e-6)
-    assert any(bias.any() for bias in one["biases"][-1].values())
-    tokens = sum(int(mask.sum()) for _, mask in batches()[0])
-    assert all(int(load.sum()) == 2 * tokens for load in one["loads"][0].values())
-
-
 @pytest.mark.parametrize(("family", "seeds"), [("mixtral", (0,)), ("qwen3_moe", (0, 1))])
 def test_skewed_models_are_balanced_at_no_loss(family: str, seeds: tuple[int, ...]) -> None:
     """max_vio of the worst of two layers below 0.5 within 200 steps; the loss is that of the aux-loss run or below, in
@@ -213,42 +143,17 @@ def test_skewed_models_are_balanced_at_no_loss(family: str, seeds: tuple[int, ..
     assert max(mean["sign"], mean["quantile"]) <= mean["aux loss"], mean
 
 
-def test_in_a_trainer(tmp_path: Path) -> None:
-    model = build_model("qwen3_moe")
-    config = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=MICRO,
-        report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
-    rows = [{"input_ids": [n + 2, 3, 4 * n + 1, 5], "labels": [n + 2, 3, 4 * n + 1, 5]} for n in range(12)]
-    trainer = Trainer(model=model, args=config, train_dataset=rows)
-    callback = LoadBalancerCallback(trainer, rate=0.25, add_bias=True, aux_loss=0.1)
-    taken: list[dict[str, Tensor]] = []
-    step = callback.balance.step
-    callback.balance.step = lambda: taken.append(step()) or taken[-1]  # type: ignore[method-assign]
-    trainer.add_callback(callback)
-    trainer.train()
-    assert callback.balance.micro_batches == MICRO
-    assert len(taken) == 3
-    assert all(int(load.sum()) == MICRO * 2 * 4 * 2 for loads in taken for load in loads.values())
-    for place in find_routers(model):
-        mean = MICRO * 2 * 4 * 2 / 8
-        moved = sum((mean - loads[place.name].double()).sign() for loads in taken) * 0.25
-        assert torch.equal(place.module.selection_bias.double(), moved)
-    config.fp16 = True
-    with pytest.raises(ConfigError, match="bf16 instead of fp16"):
-        LoadBalancerCallback(trainer, bias=None, aux_loss=0.1)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no selection bias: add_bias=True"):
-        LoadBalancer(build_model("mixtral"))
-    with pytest.raises(ConfigError, match="bias='signs' is not one of"):
-        LoadBalancer(build_model("mixtral"), bias="signs")
-    with pytest.raises(ConfigError, match="no router in Linear"):
-        LoadBalancer(torch.nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"quantile.* cannot balance routers that choose within 1 of 2 groups"):
-        LoadBalancer(build_model("deepseek_v3"), bias="quantile")
-    with pytest.raises(ConfigError, match="scores by softmax or sigmoid"):
-        LoadBalancer(build_model("inkling2"), bias="quantile")
-    with pytest.raises(ConfigError, match="cannot be added to routers that choose within"):
-        LoadBalancer(build_model("deepseek_v2"), add_bias=True)
+@pytest.mark.parametrize(
+    ("family", "given", "says"),
+    [
+        ("mixtral", {}, "no selection bias: add_bias=True"),
+        ("mixtral", {"bias": "signs"}, "bias='signs' is not one of"),
+        ("", {}, "no router in Linear"),
+        ("deepseek_v3", {"bias": "quantile"}, "quantile.* cannot balance routers that choose within 1 of 2 groups"),
+        ("inkling2", {"bias": "quantile"}, "scores by softmax or sigmoid"),
+        ("deepseek_v2", {"add_bias": True}, "cannot be added to routers that choose within"),
+    ],
+)
+def test_refused(family: str, given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LoadBalancer(build_model(family) if family else torch.nn.Linear(2, 2), **given)

@@ -1,64 +1,70 @@
-"""peft's adapters on experts that are spread over ranks, against one process with peft over transformers' own loop."""
+"""Adapters on experts that are spread over ranks: in transformers' Trainer, saved and resumed, merged."""
 
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from helpers.ep_case import Case, Mesh
-from helpers.ep_ranks import REPLICATED
-from helpers.ep_verify import verify
-from helpers.families import build_model
-from helpers.peft_ranks import adapters_of, merge_several, run_trainer, train_in_trainer, train_save_and_resume
+from helpers.families import build_model, forward, sample_batch
+from helpers.model_case import Case, Mesh
+from helpers.model_ranks import REPLICATED, begin, full, load
+from helpers.peft_case import adapt, fill, lora
 from helpers.ranks import run_ranks
+from trimtab.integrations.transformers.lora import average_replicated
 from trimtab.routing.loads import load_scalars
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 
-TWO = Mesh(ep=2, fsdp=2)
-KINDS = ("qwen3_moe", "gpt_oss", "nemotron_h", "muse_spark", "aria", "granitemoe", "ernie4_5_vl_moe")
-"""A family of each kind: plain, transposed with biases, without a gate, a norm behind, a gate of its own, …"""
+TWO = Case(family="qwen3_moe", mesh=Mesh(ep=2, fsdp=2), dtype=torch.float64)
 
 
-BALANCE: dict[str, Any] = {"experts": REPLICATED, "exchange": REPLICATED}
+def adapters_of(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
 
 
-def case(family: str, mesh: Mesh = TWO, lora: str = "experts", **options: object) -> Case:
-    given = {"patterns": ("uneven", "cold"), "dtype": torch.float64} | options
-    return Case(family=family, mesh=mesh, lora=lora, **given)  # type: ignore[arg-type]
+def run_trainer(base: Any, folder: str, accumulate: int, average: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Two steps of transformers' Trainer on adapters of experts and attention, clipped; the adapters, and their
+    gradients' norms before that. average: by `average_replicated`."""
+    from transformers import Trainer, TrainingArguments
+
+    from trimtab.integrations.transformers import LoadCallback
+
+    model = adapt(base, target_modules=["q_proj"])
+    if average:
+        average_replicated(model)
+    draw = torch.Generator().manual_seed(1)
+    rows = []
+    for length in (11, 3, 7, 11, 5, 2, 11, 4) * 2:  # so many targets of 11
+        ids = torch.randint(64, (11,), generator=draw)
+        rows.append({"input_ids": ids, "labels": torch.where(torch.arange(11) < length, ids, -100)})
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=accumulate,
+        max_grad_norm=0.1, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", logging_steps=1, bf16=False,
+        use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", train_sampling_strategy="sequential",
+        ddp_backend="gloo" if dist.is_initialized() else None,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.add_callback(LoadCallback(trainer, every=1))
+    trainer.train()
+    return adapters_of(model), [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
-def test_two_ranks_in_both_precisions(tmp_path: Path) -> None:
-    cases = [case(family, patterns=("natural", "cold")) for family in KINDS]
-    cases += [case(family, patterns=("cold",), **BALANCE) for family in KINDS]
-    verify([*cases, case("qwen3_moe", dtype=torch.float32), case("gpt_oss", dtype=torch.float32)], tmp_path)
-
-
-def test_attention_beside_experts_over_steps_and_recomputed(tmp_path: Path) -> None:
-    """Attention's adapters are peft's, and `average_replicated` takes the mean that FSDP takes of what it shards."""
-    ways: list[dict[str, Any]] = [{"steps": 2}, {"recompute": "reentrant"}, {"recompute": "not reentrant", "steps": 2}]
-    ways += [BALANCE, {"recompute": "not reentrant", "steps": 2, **BALANCE}]
-    verify([case("qwen3_moe", lora="attention", **way) for way in ways], tmp_path)
-
-
-def test_two_ranks_with_the_same_tokens(tmp_path: Path) -> None:
-    """ep=1: transformers' rules cut experts over F, of gate and up each (qwen3), transposed (aria), without a gate."""
-    experts, cut = Mesh(ep=2, fsdp=1, tp=2), Mesh(ep=1, fsdp=1, tp=2)
-    cases = [case("qwen3_moe", experts, "attention"), case("gpt_oss", experts)]
-    of_both = [("qwen3_moe", "attention"), ("aria", "experts"), ("nemotron_h", "experts")]
-    verify([*cases, *(case(family, cut, lora, patterns=("natural",)) for family, lora in of_both)], tmp_path)
-
-
-@pytest.mark.xdist_group("ranks4")
-def test_four_ranks(tmp_path: Path) -> None:
-    meshes = {Mesh(ep=2, fsdp=4): "attention", Mesh(ep=4, fsdp=2, tp=2): "experts"}
-    hybrid = {Mesh(ep=2, fsdp=2, replicate=2): "experts", Mesh(ep=1, fsdp=2, tp=2): "experts"}
-    cases = [case("qwen3_moe", mesh, lora) for mesh, lora in (meshes | hybrid).items()]
-    verify([*cases, *(case("qwen3_moe", mesh, lora, **BALANCE) for mesh, lora in meshes.items())], tmp_path)
+def train_in_trainer(folder: str) -> list[tuple[dict[str, Tensor], list[float]]]:
+    """With and without `average_replicated`, and with replicated experts, whose loads are in the last file: two batches
+    a step and rank."""
+    begin()
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # unused: there is a group
+    replicated = replace(TWO, experts=REPLICATED, exchange=REPLICATED)
+    ways = (TWO, False), (TWO, True), (replicated, True)
+    return [run_trainer(load(case, folder), folder, 2, average) for case, average in ways]
 
 
 def test_a_trainer_that_accumulates_and_clips_does_what_one_process_does(tmp_path: Path) -> None:
@@ -68,7 +74,7 @@ def test_a_trainer_that_accumulates_and_clips_does_what_one_process_does(tmp_pat
     wanted, norms = run_trainer(base, str(tmp_path), 4, average=False)
     assert len(norms) == 2
     assert min(norms) > 0.2, "clipped"
-    for ways in run_ranks(train_in_trainer, 2, case("qwen3_moe", lora=""), str(tmp_path)):
+    for ways in run_ranks(train_in_trainer, 2, str(tmp_path)):
         for adapters, found in ways:
             assert found == pytest.approx(norms, rel=1e-10)
             for name, value in wanted.items():
@@ -76,44 +82,90 @@ def test_a_trainer_that_accumulates_and_clips_does_what_one_process_does(tmp_pat
     lines = [json.loads(line)["layers"] for line in (tmp_path / "loads.jsonl").read_text().splitlines()]
     assert [len(layers) for layers in lines] == [2, 2], "by layer and step"
     for layers in lines:
-        for layer in layers.values():
-            copied = layer["replicated"]
-            assert 1 <= copied["busiest_after"] < 1.05, "a row more than the mean, where that is no whole number"
-            assert (copied["replicas"] > 0) == (copied["busiest_before"] > copied["busiest_after"])
+        reports = [layer["replicated"] for layer in layers.values()]
+        for report in reports:
+            assert 1 <= report["busiest_after"] < 1.05, "a row more than the mean, where that is no whole number"
+            assert (report["replicas"] > 0) == (report["busiest_before"] > report["busiest_after"])
         scalars = load_scalars(layers, most_keys=9)
-        assert scalars["loads/replicas"] == sum(layer["replicated"]["replicas"] for layer in layers.values()) > 0
-        assert (
-            scalars["loads/replica_bytes"] == sum(layer["replicated"]["replica_bytes"] for layer in layers.values()) > 0
-        )
+        for key in ("replicas", "replica_bytes"):
+            assert scalars[f"loads/{key}"] == sum(report[key] for report in reports) > 0
         assert len(scalars) == 9
         assert "loads/replicas" not in load_scalars(layers, most_keys=8)
 
 
-def test_the_exchange_of_others_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"adapters of 8 experts, 32 to 32: of sharded experts those run"):
-        verify([case("qwen3_moe", exchange="all_to_all")], tmp_path)
+def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    base = model.get_base_model()
+    forward(base, sample_batch(base, 2, 12, 2 * dist.get_rank() + seed))[1].backward()
+    optimizer.step()
+
+
+def train_save_and_resume(folder: str) -> dict[str, Tensor]:
+    """Two steps, and the same with an adapter that was saved between them: equal bits. The adapters behind the first;
+    rank 0 leaves them in `folder`/adapter."""
+    from peft import PeftModel
+
+    begin()
+    model = adapt(load(TWO, folder))
+    average_replicated(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    step(model, optimizer, 0)
+    first, moments = adapters_of(model), optimizer.state_dict()
+    model.save_pretrained(folder + "/adapter", is_main_process=dist.get_rank() == 0)  # gathers the base: collective
+    if dist.get_rank() == 0:
+        torch.save(moments, Path(folder, "moments.pt"))
+    dist.barrier()
+    step(model, optimizer, 1)
+
+    again = PeftModel.from_pretrained(
+        load(TWO, folder), folder + "/adapter", is_trainable=True, autocast_adapter_dtype=False
+    )
+    average_replicated(again)
+    optimizer = torch.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=1e-2)
+    optimizer.load_state_dict(torch.load(Path(folder, "moments.pt")))
+    step(again, optimizer, 1)
+    for name, value in adapters_of(model).items():
+        assert torch.equal(value, adapters_of(again)[name]), name
+    return first
+
+
+def alone(folder: Path) -> Any:
+    """An adapter of the ranks, loaded by one process."""
+    from peft import PeftModel
+
+    base = build_model("qwen3_moe", dtype=torch.float64)
+    return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
 
 
 def test_adapters_resume_bit_for_bit_and_load_at_another_degree(tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    at_two = case("qwen3_moe", lora="")
-    ranks = run_ranks(train_save_and_resume, 2, at_two, str(tmp_path))
-    base = build_model("qwen3_moe", dtype=torch.float64)
-    alone = adapters_of(PeftModel.from_pretrained(base, tmp_path / "adapter", autocast_adapter_dtype=False))
-    assert len(alone) == 8
+    ranks = run_ranks(train_save_and_resume, 2, str(tmp_path))
+    loaded = adapters_of(alone(tmp_path / "adapter"))
+    assert len(loaded) == 8
     for first in ranks:
-        assert all(torch.equal(first[name], value) for name, value in alone.items()), "alike on every rank, and whole"
+        assert all(torch.equal(first[name], value) for name, value in loaded.items()), "alike on every rank, and whole"
 
 
-@pytest.mark.parametrize("mesh", [TWO, Mesh(ep=1, fsdp=1, tp=2)], ids=str)
+def merge_several(case: Case, folder: str) -> dict[str, Tensor]:
+    """Two adapters on sharded experts, saved; the second one is active and merged. The merged parameters."""
+    begin()
+    base = load(case, folder)
+    two = lora(base, r=2)  # before peft's wrappers have other names
+    model = adapt(base)
+    model.add_adapter("two", two, autocast_adapter_dtype=False)
+    fill(model)
+    model.set_adapter("two")
+    with torch.no_grad():
+        batch = sample_batch(base, 2, 12, 0)
+        before = forward(model.get_base_model(), batch)[0].clone()
+        model.save_pretrained(folder + "/several", is_main_process=dist.get_rank() == 0)
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(forward(merged, batch)[0], before, rtol=1e-10, atol=1e-10)
+    return {name: full(p) for name, p in merged.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", [TWO.mesh, Mesh(tp=2)], ids=str)
 def test_one_of_two_adapters_is_merged_into_sharded_experts_and_saved(mesh: Mesh, tmp_path: Path) -> None:
     """Byte for byte what one process merges of the saved adapter."""
-    from peft import PeftModel
-
-    ranks = run_ranks(merge_several, 2, case("qwen3_moe", mesh, lora=""), str(tmp_path))
-    alone = PeftModel.from_pretrained(
-        build_model("qwen3_moe", dtype=torch.float64), tmp_path / "several" / "two", autocast_adapter_dtype=False
-    ).merge_and_unload()
-    for merged in ranks:
-        assert all(torch.equal(merged[name], value) for name, value in alone.named_parameters())
+    ranks = run_ranks(merge_several, 2, replace(TWO, mesh=mesh), str(tmp_path))
+    for name, value in alone(tmp_path / "several" / "two").merge_and_unload().named_parameters():
+        assert all(torch.equal(merged[name], value) for merged in ranks), name

@@ -99,22 +99,6 @@ def test_each_token_trains_as_in_its_sample_alone(layout: str, case: str) -> Non
     assert (both.ids[:, -3:] == -1).all()
 
 
-def test_drifted_ids_train_the_router() -> None:
-    """One slot in a hundred is moved to an expert that the router likes least; every row has a gradient of its own."""
-    model = rollouts.build()
-    ids, mask = padded("right")
-    decisions = rollout_decisions(model, rollouts.records(), attention_mask=mask)
-    slots = decisions.ids.view(-1)
-    used = (slots >= 0).nonzero().flatten()[::100]
-    slots[used] = (slots[used] + 3) % E
-    before = [place.module.weight.detach().clone() for place in find_routers(model)]
-    with replay(model, decisions):
-        model(input_ids=ids, attention_mask=mask).logits.square().mean().backward()
-    for place, weight in zip(find_routers(model), before, strict=True):
-        assert torch.equal(place.module.weight, weight)
-        assert (place.module.weight.grad.norm(dim=1) > 0).all()
-
-
 FORMATS: dict[str, Any] = {
     "vllm": lambda t: t.numpy(),
     "prime-rl uint8": lambda t: t.to(torch.uint8),

@@ -53,7 +53,8 @@ class HeldBias:
         full = (held.full_tensor() if isinstance(held, DTensor) else held).flatten()
         if self._written is None:
             return full.float()
-        return torch.where(self._written.to(full.dtype) == full, self._written, full.float())
+        written = self._written.to(full.device)
+        return torch.where(written.to(full.dtype) == full, written, full.float())
 
     @torch.no_grad()
     def write(self, bias_E: Tensor) -> None:

@@ -1,8 +1,7 @@
-"""LoadCallback in real Trainers: what trackers, the file and a counter of the test's own say is the same."""
+"""Callbacks in real Trainers: trackers, the file and a counter of the test's own say the same; biases move by steps."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -10,21 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import trimtab
 from helpers.families import build_model, experts_modules
 from helpers.ranks import run_ranks
+from helpers.small_trainers import options, sft
 from trimtab.autograd import in_backward
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers import LoadCallback
+from trimtab.integrations.transformers import LoadBalancerCallback, LoadCallback
+from trimtab.integrations.transformers.routers.find import find_routers
 from trimtab.routing.loads import load_metrics, load_scalars
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS, EVERY = 5, 2
+EVERY = 2
 
 
 class Truth(TrainerCallback):
@@ -61,38 +61,10 @@ class Truth(TrainerCallback):
         return found
 
 
-def sequences(count: int = 16) -> Dataset:
-    draw = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, 12, (count,), generator=draw).tolist()
-    return Dataset.from_dict({"input_ids": [torch.randint(2, 64, (n,), generator=draw).tolist() for n in lengths]})
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    words = {f"w{i}": i for i in range(64)}
-    of_words = Tokenizer(WordLevel(words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=of_words, pad_token="w0", eos_token="w1")
-
-
-def options(folder: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "save_strategy": "no",
-        "gradient_accumulation_steps": 2, "learning_rate": 0.05, "logging_steps": 3, "report_to": "none",
-        "use_cpu": True, "disable_tqdm": True, "bf16": False, "seed": 0,
-    } | more  # fmt: skip
-
-
-def sft(folder: Path, recompute: str = "", **more: Any) -> tuple[Any, Truth]:
-    from trl import SFTConfig, SFTTrainer
-
-    if recompute:
-        more["gradient_checkpointing_kwargs"] = {"use_reentrant": recompute == "reentrant"}
+def run_sft(folder: Path, **more: Any) -> tuple[Any, Truth]:
+    """With recomputation, whose tokens count once."""
     model = build_model("qwen3_moe")
-    config = SFTConfig(**options(folder, gradient_checkpointing=bool(recompute), **more))
-    data = sequences()
-    trainer = SFTTrainer(model=model, args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
+    trainer = sft(model, options(folder, gradient_checkpointing=True, **more))
     truth = Truth(model)
     trainer.add_callback(truth)
     trainer.add_callback(LoadCallback(trainer, every=EVERY))
@@ -106,78 +78,33 @@ def lines(folder: Path) -> dict[int, dict[str, Any]]:
     return {record["step"]: record["layers"] for record in records}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Truth]:
-    """TRL's SFT with tensorboard, and evaluations between the steps."""
-    folder = tmp_path_factory.mktemp("sft")
-    trainer, truth = sft(folder, report_to=["tensorboard"], eval_strategy="steps", eval_steps=1)
-    return folder, trainer, truth
+def test_file_picture_history_and_tensorboard_have_the_numbers(tmp_path: Path) -> None:
+    """Of TRL's SFT with evaluations between the steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-
-def test_file_picture_and_history(trained: tuple[Path, Any, Truth]) -> None:
-    folder, trainer, truth = trained
+    trainer, truth = run_sft(tmp_path, report_to=["tensorboard"], eval_strategy="steps", eval_steps=1)
     wanted = truth.records()
     assert list(wanted) == [2, 4, 5]
-    assert lines(folder) == wanted
-    assert (folder / "load.png").read_bytes().startswith(b"\x89PNG")
+    assert lines(tmp_path) == wanted
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
     history = [entry for entry in trainer.state.log_history if "loads/max_vio" in entry]
     assert history == [{**load_scalars(layers), "step": step} for step, layers in wanted.items()]
     mine = [entry for entry in trainer.state.log_history if "mean_token_accuracy" in entry]
     assert [entry["step"] for entry in mine] == [3], "TRL's own means are of its own logging steps"
     hooks = [hook for module in trainer.model.modules() for hook in module._forward_hooks.values()]
     assert "ModelPorts" not in str(hooks)
-
-
-def test_tensorboard_has_the_numbers(trained: tuple[Path, Any, Truth]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder, _, truth = trained
-    (file,) = folder.rglob("events.out.tfevents*")
+    (file,) = tmp_path.rglob("events.out.tfevents*")
     events = EventAccumulator(str(file)).Reload()
-    for step, layers in truth.records().items():
+    for step, layers in wanted.items():
         for key, value in load_scalars(layers).items():
             (found,) = [event.value for event in events.Scalars(f"train/{key}") if event.step == step]
             assert found == pytest.approx(value, rel=1e-6), key
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("trackio"), reason="trackio is not installed")
-def test_trackio_has_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    _, truth = sft(tmp_path, report_to=["trackio"], project="loads", run_name="run", trackio_space_id=None)
-    from trackio.sqlite_storage import SQLiteStorage
-
-    logs = SQLiteStorage.get_logs("loads", SQLiteStorage.get_runs("loads")[0])
-    for step, layers in truth.records().items():
-        (found,) = [log for log in logs if "train/loads/max_vio" in log and log["train/global_step"] == step]
-        assert {key: found[f"train/{key}"] for key in load_scalars(layers)} == pytest.approx(load_scalars(layers))
-
-
-@pytest.mark.parametrize("recompute", ["reentrant", "saved tensors"])
-def test_recomputed_tokens_are_counted_once(recompute: str, tmp_path: Path) -> None:
-    _, truth = sft(tmp_path, recompute)
-    assert lines(tmp_path) == truth.records()
-
-
 def train_here(folder: str) -> dict[int, Any]:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # unused: there is a group
-    model = build_model("qwen3_moe")
-    config = TrainingArguments(**options(Path(folder), ddp_backend="gloo", average_tokens_across_devices=False))
-    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in sequences()["input_ids"]]
-
-    def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-        longest = max(len(row["input_ids"]) for row in batch)
-        return {key: torch.tensor([row[key] + [0] * (longest - len(row[key])) for row in batch]) for key in batch[0]}
-
-    trainer = Trainer(model=model, args=config, train_dataset=rows, data_collator=padded)
-    truth = Truth(model)
-    trainer.add_callback(truth)
-    trainer.add_callback(LoadCallback(trainer, every=EVERY))
-    trainer.train()
-    return {
-        step: {name: record["tokens_per_expert"] for name, record in layers.items()}
-        for step, layers in truth.records().items()
-    }
+    _, truth = run_sft(Path(folder), ddp_backend="gloo", average_tokens_across_devices=False)
+    return truth.records()
 
 
 @pytest.mark.xdist_group("ranks")
@@ -186,8 +113,8 @@ def test_two_ranks_are_summed(tmp_path: Path) -> None:
     assert one != two
     for step, layers in lines(tmp_path).items():
         for name, record in layers.items():
-            sums = [a + b for a, b in zip(one[step][name], two[step][name], strict=True)]
-            assert record == load_metrics(sums)
+            own = (rank[step][name]["tokens_per_expert"] for rank in (one, two))
+            assert record == load_metrics([a + b for a, b in zip(*own, strict=True)])
 
 
 class OwnLayers(nn.Module):
@@ -221,6 +148,29 @@ def test_layers_of_trimtab_show_what_they_drop(tmp_path: Path) -> None:
     assert step == 2
     assert layers["moe.router"] == load_metrics(kept.tolist(), slots - int(kept.sum()))
     assert layers["moe.router"]["drop_rate"] > 0.1
+
+
+def test_a_balancer_ends_its_steps_in_a_trainer(tmp_path: Path) -> None:
+    model = build_model("qwen3_moe")
+    config = TrainingArguments(**options(tmp_path, max_steps=3))
+    rows = [{"input_ids": [n + 2, 3, 4 * n + 1, 5], "labels": [n + 2, 3, 4 * n + 1, 5]} for n in range(12)]
+    trainer = Trainer(model=model, args=config, train_dataset=rows)
+    callback = LoadBalancerCallback(trainer, rate=0.25, add_bias=True, aux_loss=0.1)
+    taken: list[dict[str, Tensor]] = []
+    step = callback.balance.step
+    callback.balance.step = lambda: taken.append(step()) or taken[-1]  # type: ignore[method-assign]
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.balance.micro_batches == 2
+    assert len(taken) == 3
+    assert all(int(load.sum()) == 2 * 2 * 4 * 2 for loads in taken for load in loads.values())
+    for place in find_routers(model):
+        mean = 2 * 2 * 4 * 2 / 8
+        moved = sum((mean - loads[place.name].double()).sign() for loads in taken) * 0.25
+        assert torch.equal(place.module.selection_bias.double(), moved)
+    config.fp16 = True
+    with pytest.raises(ConfigError, match="bf16 instead of fp16"):
+        LoadBalancerCallback(trainer, bias=None, aux_loss=0.1)
 
 
 def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,279 @@
+"""Experts as codes: they compute what the decoded weights compute, and are read, saved, merged into, on ranks too."""
+
+from __future__ import annotations
+
+import copy
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import FineGrainedFP8Config, Mxfp4Config
+from transformers.distributed import DistributedConfig
+
+from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, same_gradients, save_official, tiny
+from helpers.families import build_model, model_class, save_model
+from helpers.model_ranks import begin, full
+from helpers.peft_case import fill, lora
+from helpers.ranks import run_ranks
+from trimtab.checkpoint.state import is_transformers_experts
+from trimtab.errors import ConfigError
+from trimtab.experts.module import ExpertMLP
+from trimtab.experts.quantized import decoded
+from trimtab.integrations.transformers import QuantizedExpertsConfig, dequantize_experts, quantize_experts, quantized
+from trimtab.integrations.transformers.quantized import MARK, codes_of, conversion
+from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
+
+pytestmark = pytest.mark.usefixtures("registered", "one_thread")
+FORMAT = {"fp8": "fp8", "ue8m0": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
+"""Of each kind of `save_official`."""
+WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
+READ_IN_TURN = ("qwen3_moe", "gpt_oss", "nemotron_h", "qwen3_vl_moe", "ernie4_5_vl_moe", "aria")
+"""As merged experts, stacked and transposed, without a gate, turned, two stacks of a list, transposed."""
+
+
+def load(folder: Path | str, experts: str = "trimtab", **more: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation=experts, **more)
+
+
+def whole(folder: Path, kind: str, **more: Any) -> Any:
+    """As transformers decodes it."""
+    config = Mxfp4Config(dequantize=True) if kind == "mxfp4" else FineGrainedFP8Config(dequantize=True)
+    return load(folder, quantization_config=config, **more)
+
+
+def marks(model: Any) -> set[Any]:
+    return {getattr(module, MARK, None) for module in model.modules() if is_transformers_experts(module)}
+
+
+def same(some: Any, other: Any) -> None:
+    a, b = some.state_dict(), other.state_dict()
+    assert a.keys() == b.keys()
+    assert all(torch.equal(value, b[key]) and value.dtype is b[key].dtype for key, value in a.items())
+
+
+def of_others(model: Any) -> Any:
+    """Loss and gradients, those of experts' weights left out."""
+    loss, gradients = loss_and_gradients(model)
+    return loss, {key: grad for key, grad in gradients.items() if not key.endswith(WEIGHTS)}
+
+
+def with_decoded(model: nn.Module) -> nn.Module:
+    """The same model with the weights that its codes stand for."""
+    model = copy.deepcopy(model)
+    for module in filter(is_transformers_experts, model.modules()):
+        for name in ("gate_up_proj", "down_proj"):
+            held = codes_of(module, name)
+            assert held is not None
+            wide = decoded(getattr(module, name), held[1], held[0], held[2])
+            delattr(module, name)
+            setattr(module, name, nn.Parameter(wide.transpose(1, 2).contiguous() if module.is_transposed else wide))
+        for name in ("gate_up_proj_scales", "down_proj_scales", "codes_of_experts"):
+            delattr(module, name)
+    return model
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_model_of_codes_is_that_of_what_they_decode_to(family: str, name: str) -> None:
+    """With peft's adapters on them, too."""
+    model = quantize_experts(tiny(family), name)
+    assert sum("experts.gate_up_proj_scales" in key for key in model.state_dict()) == 2
+    same_adapters_on(copy.deepcopy(model), with_decoded(model))
+    same_gradients(loss_and_gradients(model), of_others(with_decoded(model)))
+
+
+@pytest.mark.parametrize("kind", FORMAT)
+def test_official_codes_are_kept_run_saved_read_again_and_taken_out(kind: str, tmp_path: Path) -> None:
+    folder = save_official(tmp_path / "official", kind)
+    kept, truth = load(folder, dtype="float32"), whole(folder, kind, dtype="float32")
+    assert marks(kept) == {(FORMAT[kind], torch.float32)}
+    assert prequantized_format(transformers.AutoConfig.from_pretrained(folder)) == FORMAT[kind]
+    same_gradients(loss_and_gradients(kept), of_others(truth))
+
+    kept.save_pretrained(tmp_path / "saved")
+    same(load(tmp_path / "saved", dtype="float32"), kept)
+    assert prequantized_format(transformers.AutoConfig.from_pretrained(tmp_path / "saved")) == FORMAT[kind]
+    if kind == "mxfp4":  # the rest was never coded: the file is gpt-oss's again
+        was, now = load_file(folder / "model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
+        assert was.keys() == now.keys()
+        assert all(torch.equal(t, now[key].to(t.dtype)) for key, t in was.items())
+    same(kept.dequantize(), truth)
+    kept.save_pretrained(tmp_path / "plain")
+    same(load(tmp_path / "plain", dtype="float32"), truth)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_official_codes_under_adapters_in_part_and_for_other_experts(kind: str, tmp_path: Path) -> None:
+    folder = save_official(tmp_path / "all", kind)
+    same_adapters_on(load(folder, dtype="float32"), whole(folder, kind, dtype="float32"))
+    same(load(folder, "grouped_mm"), whole(folder, kind))
+    folder = save_official(tmp_path / "part", kind, plain="model.layers.1.mlp.experts")
+    kept, truth = load(folder), whole(folder, kind)
+    assert marks(kept) == {(FORMAT[kind], torch.bfloat16), None}
+    kept.save_pretrained(tmp_path / "saved")
+    same(load(tmp_path / "saved"), kept)
+    same(kept.dequantize(), truth)
+
+
+@pytest.mark.parametrize("family", READ_IN_TURN)
+def test_read_saved_and_read_again(family: str, tmp_path: Path) -> None:
+    """What is read is what `quantize_experts` makes of the model; its files hold the bits."""
+    save_model(family, tmp_path / "plain", 0)
+    options = {"experts_implementation": "trimtab", "dtype": "float32"}
+    read = model_class(family).from_pretrained(
+        tmp_path / "plain", quantization_config=QuantizedExpertsConfig("int8"), **options
+    )
+    same(read, quantize_experts(model_class(family).from_pretrained(tmp_path / "plain", **options), "int8"))
+    read.save_pretrained(tmp_path / "codes")
+    assert json.loads((tmp_path / "codes" / "config.json").read_text())["quantization_config"]["format"] == "int8"
+    same(model_class(family).from_pretrained(tmp_path / "codes", **options), read)
+
+
+def test_quantized_in_place_saved_and_read_again(tmp_path: Path) -> None:
+    model = quantize_experts(tiny("qwen3_moe"), "nf4")
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    same(again, model)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(loss_and_gradients(again)[0], loss_and_gradients(model)[0])
+    with pytest.raises(ConfigError, match="are codes already"):
+        quantize_experts(again)
+    with pytest.raises(ConfigError, match="pass experts_implementation='trimtab'"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_merging_is_refused_until_the_weights_are_back(family: str) -> None:
+    peft = pytest.importorskip("peft")
+    base = quantize_experts(tiny(family), "int8")
+    model = peft.get_peft_model(base, lora(base, target_modules=["q_proj"]))
+    fill(model)
+    plain = peft.get_peft_model(
+        dequantize_experts(quantize_experts(tiny(family), "int8")), model.peft_config["default"]
+    )
+    fill(plain)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(ConfigError, match=r"take no adapter in.*dequantize_experts\(model\)"):
+            merge()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), "nothing was merged"
+    same(dequantize_experts(model).merge_and_unload(), plain.merge_and_unload())
+
+
+def read_and_save(folder: str, kind: str, given: dict[str, Any]) -> tuple[dict[str, Tensor], set[int], int]:
+    """All tensors of a model at ep 2, put together, saved and read again; of how many experts this rank has codes; how
+    many matrices it encoded."""
+    begin()
+    encoded, quantize = [0], quantized.quantize_matrices
+
+    def counting(value: Tensor, name: str, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
+        encoded[0] += value.numel() // (value.shape[-1] * value.shape[-2])
+        return quantize(value, name, transposed=transposed)
+
+    def over_ranks(folder: str, ep: int, **more: Any) -> Any:
+        mesh = DistributedConfig(ep_size=ep, fsdp_size=2, ep_implementation="trimtab")
+        return load(folder, dtype="float32", distributed_config=mesh, **more)
+
+    with ExitStack() as stack:
+        for module in (quantized, conversion):
+            stack.enter_context(patch.object(module, "quantize_matrices", counting))
+        model = over_ranks(folder, 2, **given)
+    mine = model.state_dict()
+    local = (value.to_local() if hasattr(value, "to_local") else value for value in mine.values())
+    experts = {value.shape[0] for value in local if value.dtype is torch.uint8}
+    together = {key: full(value) for key, value in mine.items()}
+    model.save_pretrained(f"{folder}-saved", is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    for ep in (1, 2):
+        again = over_ranks(f"{folder}-saved", ep).state_dict()
+        assert again.keys() == together.keys()
+        for key, value in again.items():
+            assert torch.equal(full(value), together[key]), (ep, key)
+    return together, experts, encoded[0]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp8", "mxfp4"])
+def test_each_rank_reads_its_own_and_files_are_whole(kind: str, tmp_path: Path) -> None:
+    given = {"quantization_config": QuantizedExpertsConfig(kind)} if kind == "nf4" else {}
+    folder = tmp_path / "whole"
+    if kind == "nf4":
+        tiny("qwen3_moe").save_pretrained(folder)
+    else:
+        save_official(folder, kind)
+    alone = load(folder, dtype="float32", **given).state_dict()
+    for together, experts, encoded in run_ranks(read_and_save, 2, str(folder), kind, given):
+        assert together.keys() == alone.keys()
+        assert all(torch.equal(value, together[key]) for key, value in alone.items())
+        assert experts == {2}, "of four"
+        assert encoded == (2 * 2 * 3 if kind == "nf4" else 0), "gate, up and down of two experts in two layers"
+
+
+def test_refused_before_anything_is_read(tmp_path: Path) -> None:
+    straddling = save_official(tmp_path / "straddling", "fp8")
+    for file in straddling.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:64])  # no tensor can be read
+    config = straddling / "config.json"
+    says = json.loads(config.read_text())
+    for change, sentence in (
+        ({"moe_intermediate_size": 192}, "straddle gate and up.*192 each: load it with"),
+        ({"quantization_config": says["quantization_config"] | {"weight_block_size": [64, 128]}}, r"has \[64, 128\]"),
+    ):
+        config.write_text(json.dumps(says | change))
+        with pytest.raises(ConfigError, match=sentence):
+            load(straddling, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [
+        ("fp8", ("3.down_proj.weight_scale_inv",)),
+        ("fp4", tuple(f"{e}.down_proj.weight" for e in range(4))),
+        ("mxfp4", ("down_proj_scales",)),
+        ("mxfp4", ("down_proj_blocks",)),
+        ("nf4", ("down_proj_scales",)),
+        ("weights", tuple(f"{e}.down_proj.weight" for e in range(4))),
+    ],
+)
+def test_tensors_that_a_checkpoint_lacks_of_codes_are_an_error(
+    kind: str, ends: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A warning of MISSING, as transformers gives it, would be followed by numbers of chance."""
+    if kind in ("nf4", "weights"):
+        model = tiny("qwen3_moe")
+        (quantize_experts(model) if kind == "nf4" else model).save_pretrained(tmp_path)
+    else:
+        save_official(tmp_path, kind)
+    tensors = load_file(tmp_path / "model.safetensors")
+    left = {name: t for name, t in tensors.items() if not name.endswith(ends)}
+    assert len(left) < len(tensors)
+    save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    given = {"quantization_config": QuantizedExpertsConfig("nf4")} if kind == "weights" else {}
+    with pytest.raises(
+        ConfigError, match=r"pairs of codes and scales, for model\.layers\.0\.mlp\.experts\.down_proj.*fetch all of its"
+    ):
+        load(tmp_path, dtype="float32", **given)
+
+
+def test_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no experts modules"):
+        quantize_experts(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="not to 'fp8'"):
+        QuantizedExpertsConfig("fp8")
+    with pytest.raises(ConfigError, match="codes are not drawn"):
+        ExpertMLP(2, 64, 64).quantize_("nf4").reset_parameters()
+    build_model("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"nf4 has blocks of 64 inputs, and Qwen3MoeExperts\.gate_up_proj has 32"):
+        load(tmp_path, quantization_config=QuantizedExpertsConfig("nf4"))
+    half = quantize_experts(tiny("qwen3_moe"), "int8")
+    for parameter in half.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16) if parameter.is_floating_point() else parameter.data
+    with pytest.raises(ConfigError, match=r"scales of int8 came in torch.bfloat16"):
+        loss_and_gradients(half)
