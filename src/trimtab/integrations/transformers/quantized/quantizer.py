@@ -47,8 +47,7 @@ from trimtab.integrations.transformers.quantized.conversion import (
 )
 
 METHOD = "trimtab_experts"
-BESIDE = "bitsandbytes"
-"""transformers' method for linear layers beside them."""
+BESIDE = "bitsandbytes"  # for linear layers
 
 
 class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
