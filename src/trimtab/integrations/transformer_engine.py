@@ -189,15 +189,12 @@ class GroupedLinear(Grouped):
         """
         if self.delay_wgrad and self._delayed:
             super().backward_dw()
-            self._trigger_wgrad_accumulation_and_reduce_hooks()
+            for hook in self.wgrad_accumulation_and_reduce_hooks:
+                hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """`hook()` is called at the end of each `backward_dw()` that computed gradients."""
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
-
-    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
-        for hook in self.wgrad_accumulation_and_reduce_hooks:
-            hook()
 
     def get_extra_state(self) -> Tensor:
         """Empty, as TransformerEngine's without FP8."""

@@ -60,13 +60,7 @@ class TokenDispatcher(MegatronTokenDispatcher):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        config: Any,
-        pg_collection: Any,
-        *,
-        takes_rows: bool,
-        options: ExchangeOptions,
-        layer: str = "",
+        self, config: Any, pg_collection: Any, *, takes_rows: bool, options: ExchangeOptions, layer: str = ""
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.takes_rows = takes_rows

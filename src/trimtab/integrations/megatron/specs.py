@@ -32,13 +32,9 @@ ROUTERS = ("megatron", "trimtab")
 
 
 def use(
-    spec: Any,
-    *,
-    experts: bool | ModuleSpec = True,
-    router: Literal["megatron", "trimtab"] = "megatron",
-    transport: str = "alltoall",
-    combine: CombineMode = "sum",
-) -> Any:
+    spec: Any, *, experts: bool | ModuleSpec = True, router: Literal["megatron", "trimtab"] = "megatron",
+    transport: str = "alltoall", combine: CombineMode = "sum",
+) -> Any:  # fmt: skip
     """A copy of a spec with our MoE layers in the place of Megatron's, wherever they are; the spec stays as it is.
 
     Args:

@@ -69,11 +69,7 @@ class TokenDispatcher(Base):  # type: ignore[misc]
 
     @_eager  # type: ignore[untyped-decorator]
     def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_scores_TK: Tensor,
-        topk_expert_ids_TK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> tuple[Tensor, Tensor, Dispatched]:
         """As `TokenExchange.dispatch`."""
         with _spmd.no_typecheck():

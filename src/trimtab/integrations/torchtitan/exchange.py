@@ -40,8 +40,6 @@ PROTOCOL = {
     "wire_meshes": ("ep_mesh",),
 }
 """Arguments by method, self aside: those of torchtitan 0.3.0 and of its sources of August 2026."""
-
-
 DEFAULTS = ExchangeOptions()
 
 

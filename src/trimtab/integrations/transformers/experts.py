@@ -30,16 +30,10 @@ from trimtab.kernels.tensor_checks import unsupported_dtype
 
 
 def experts_forward(
-    module: nn.Module,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    *,
-    kernels: KernelChoice,
-    num_slots: int | None = None,
-    part: Callable[[LoraFactors], LoraFactors] | None = None,
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, kernels: KernelChoice,
+    num_slots: int | None = None, part: Callable[[LoraFactors], LoraFactors] | None = None,
     replicas: Replicas | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Weighted sum of each row's experts: [T, D]. The registry's signature, plus what our own exchange knows.
 
     Args:

@@ -7,7 +7,7 @@ told by where it lies: in or beside a module of experts, in an embedding or the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ def summary(model: nn.Module) -> Summary:
     inner = unwrapped(model)
     kind_of, owners = kinds(inner), dict(inner.named_modules())
     tensors = {**dict(inner.named_buffers()), **dict(inner.named_parameters())}
-    codes = {name for name, tensor in tensors.items() if _are_codes(tensor)}
+    codes = {name for name, tensor in tensors.items() if tensor.element_size() == 1 and tensor.dtype is not torch_bool}
     amounts: dict[tuple[str, str], Amount] = {}
     for name, tensor in tensors.items():
         scales = _SCALES.sub("", name) in codes - {name}
@@ -96,7 +96,7 @@ def summary(model: nn.Module) -> Summary:
 def kinds(model: nn.Module) -> Callable[[str], str]:
     """Returns a function from the name of a module or a parameter of the model to its kind."""
     named = {own_name(name): module for name, module in model.named_modules()}
-    experts = [name for name, module in named.items() if _are_experts(module)]
+    experts = [n for n, m in named.items() if isinstance(m, GroupedModule) or is_transformers_experts(m)]
     blocks = [name.rpartition(".")[0] for name in experts]
     routers = [f"{block}.{own}".lstrip(".") for block in blocks for own in _ROUTERS]
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -109,9 +109,11 @@ def kinds(model: nn.Module) -> Callable[[str], str]:
         path = own_name(name)
         if any(part.startswith("shared") for part in path.split(".")):
             return "shared experts"
-        for above in _paths(path):
-            if above in inside:
-                return inside[above]
+        above = path
+        while above and above not in inside:
+            above = above.rpartition(".")[0]
+        if above in inside:
+            return inside[above]
         return "attention" if any(map(_ATTENTION.fullmatch, path.split("."))) else "other"
 
     return kind_of
@@ -121,22 +123,6 @@ def own_name(name: str) -> str:
     """A name without what peft, compiling and activation checkpointing put into it."""
     parts = plain_name(name).removeprefix("base_model.model.").split(".")
     return ".".join(part for part in parts if part != "base_layer")
-
-
-def _paths(path: str) -> Iterator[str]:
-    """A path and those above it, longest first."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield path
-
-
-def _are_experts(module: nn.Module) -> bool:
-    return isinstance(module, GroupedModule) or is_transformers_experts(module)
-
-
-def _are_codes(tensor: Tensor) -> bool:
-    return tensor.element_size() == 1 and tensor.dtype is not torch_bool
 
 
 def _values(owner: nn.Module, codes: Tensor) -> int:

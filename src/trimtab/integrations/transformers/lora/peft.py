@@ -34,10 +34,6 @@ from trimtab.parallel.meshes import SumGradients
 
 HOME = "peft.tuners.lora.model"
 KNOWN = "0.18 to 0.21"
-SIZES = "_get_in_out_features"
-"""peft's reading of a weight's sizes."""
-RULES = "get_tp_plan_and_mesh"
-"""peft's reading of transformers' rules for tensor parallelism, since 0.21."""
 
 
 def teach_peft() -> None:
@@ -77,7 +73,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _teach(home: ModuleType) -> None:
+def _teach(home: Any) -> None:
     wrapper: Any = getattr(home, "ParamWrapper", None)
     if wrapper is None:  # before 0.17: no adapters of parameters
         return
@@ -88,15 +84,16 @@ def _teach(home: ModuleType) -> None:
     if not getattr(theirs, "of_trimtab", False):
         wrapper._activate_lora = _attaching(theirs)
         wrapper.get_delta_weight = _as_the_weight_lies(wrapper.get_delta_weight)
-        setattr(wrapper, SIZES, _of_codes(getattr(wrapper, SIZES)))
-        if hasattr(home, RULES):
-            setattr(home, RULES, _but_for_parameters(getattr(home, RULES)))
+        sizes = "_get_in_out_features"
+        setattr(wrapper, sizes, _of_codes(getattr(wrapper, sizes)))
+        if hasattr(home, "get_tp_plan_and_mesh"):  # since 0.21
+            home.get_tp_plan_and_mesh = _but_for_parameters(home.get_tp_plan_and_mesh)
         tuner: Any = home.LoraModel
         tuner._check_merge_allowed = _refusing_codes(tuner._check_merge_allowed, wrapper)
 
 
 def _but_for_parameters(theirs: Any) -> Any:
-    """peft's reading of the rules, and none for the experts' weights that we run.
+    """peft's reading of transformers' rules for tensor parallelism, and none for the experts' weights that we run.
 
     It would shard B or A of a weight that has a rule by `base_layer.weight`, and a module of stacked weights has none.
     """

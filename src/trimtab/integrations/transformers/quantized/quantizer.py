@@ -47,8 +47,7 @@ from trimtab.integrations.transformers.quantized.conversion import (
 )
 
 METHOD = "trimtab_experts"
-BESIDE = "bitsandbytes"
-"""transformers' method for linear layers beside them."""
+BESIDE = "bitsandbytes"  # for linear layers
 
 
 class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -89,7 +88,7 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         self.rest = rest or Nothing(config)
         if self.rest.quantization_config is not config:
             config.rest = self.rest.quantization_config.to_dict()
-        for hook in ("validate_environment", "update_device_map", "adjust_max_memory", "is_serializable"):
+        for hook in ("validate_environment", "update_device_map", "adjust_max_memory"):
             setattr(self, hook, getattr(self.rest, hook))
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
@@ -130,12 +129,10 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         return dequantize_experts(model, dtype)
 
     def is_serializable(self) -> bool:
-        """Said by the rest's."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """What lies on top is."""
         return bool(self.rest.is_trainable)
 
     @property
