@@ -130,7 +130,7 @@ def _own_layer(case: LayerCase, dispatcher: Dispatcher, rank: int) -> tuple[Laye
     experts.down = torch.nn.Parameter(down)
 
     def layer(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
-        facts = Facts(dispatcher.weights_fact(experts.named_parameters()))
+        facts = Facts(dispatcher.weights_fact(experts))
         rows = dispatcher._dispatch(x_TD, ids_TK, w_TK, facts=facts)
         out = experts(rows.x_MD, rows.ids_MK, rows.weights_MK, **rows.known)
         return dispatcher.combine(out, rows)

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from helpers.compile_case import assert_same, inputs
-from helpers.layer_case import BOUNDS, E, build, results
+from helpers.layer_case import BOUNDS, build, parted, parted_results, results
 from helpers.ranks import run_ranks
-from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.experts import on_cpu, product
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
@@ -149,12 +147,9 @@ def test_no_copy_of_a_weight_waits_for_the_backward(make: Callable[..., Any]) ->
     assert all(t.dtype == torch.float32 for t in kept)
 
 
-@pytest.mark.parametrize("make", [mlp])
 @KERNELS
 @pytest.mark.parametrize("delay", [False, True])
-def test_no_copy_outlives_its_pass(
-    make: Callable[..., Any], kernels: str, delay: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_copy_outlives_its_pass(kernels: str, delay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels round as they read, none is made."""
     copies: list[weakref.ref[Tensor]] = []
 
@@ -167,7 +162,7 @@ def test_no_copy_outlives_its_pass(
     cast = product.cast
     for home in (product, on_cpu):
         monkeypatch.setattr(home, "cast", noted)
-    layer, run = make(kernels=kernels, delay_wgrad=delay)
+    layer, run = mlp(kernels=kernels, delay_wgrad=delay)
     x = tokens().requires_grad_()
     with autocast():
         y = run(layer, x)
@@ -180,15 +175,13 @@ def test_no_copy_outlives_its_pass(
     assert layer.backward_dw() is None
 
 
-@pytest.mark.parametrize(("make", "kernels"), [(mlp, "torch"), (mlp, "grouped_mm")])
+@pytest.mark.parametrize("kernels", ["torch", "grouped_mm"])
 @pytest.mark.usefixtures("poisoned")
-def test_experts_without_rows_are_not_copied(
-    make: Callable[..., Any], kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_without_rows_are_not_copied(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
     cast = product.cast
     monkeypatch.setattr(product, "cast", lambda *given: runs.append(given[3]) or cast(*given))
-    layer, run = make(kernels=kernels)
+    layer, run = mlp(kernels=kernels)
     x = tokens().requires_grad_()
     with autocast():
         y = run(layer, x)
@@ -247,23 +240,13 @@ def test_a_compiled_layer_has_the_numbers_of_an_eager_one(backend: str) -> None:
 
 def over_ranks() -> list[str]:
     """Experts on two ranks, against the whole layer on each; the dtypes of what was sent."""
-    rank, e = dist.get_rank(), E // 2
-    whole, moe = build(shared_hidden=6), build(shared_hidden=6)
-    for name, param in list(moe.experts.named_parameters()):
-        setattr(moe.experts, name, nn.Parameter(param[rank * e : rank * e + e].detach().clone()))
-    moe.experts.num_experts = e
-    moe.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer="moe")
-    sent = []
+    whole, moe, sent = build(shared_hidden=6), parted(build(shared_hidden=6)), []
     moe.experts.register_forward_pre_hook(lambda _, given: sent.append(str(given[0].dtype)))
     for count in ((7, 5), (0, 9), (0, 0)):
-        given = inputs((count[rank],), torch.float32, masked=True)
+        given = inputs((count[dist.get_rank()],), torch.float32, masked=True)
         with autocast():
             ours, alone = results(moe, moe, given), results(whole, whole, given)
-        for name, value in alone.items():
-            if "experts" in name:
-                dist.all_reduce(value)
-                alone[name] = value[rank * e : rank * e + e]
-        assert_same(ours, alone, 2e-2)
+        assert_same(ours, parted_results(alone), 2e-2)
     results(moe, moe, inputs((3,), torch.float32))
     return sent
 

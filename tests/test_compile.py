@@ -18,59 +18,41 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from helpers.compile_case import any_count, assert_same, compiled, inputs
 from helpers.layer_case import BOUNDS, E, K, assert_true, build, loss_of, results
-from trimtab.decisions import record, replay
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
 from trimtab.experts.recipes import FP8Current
+from trimtab.integrations.transformers.routers.observe import record, replay
 from trimtab.kernels.choose import KernelChoice, get_backend
 from trimtab.moe import MoE
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.routing.balance import set_totals
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.router import Router
 
 FP32, BF16 = torch.float32, torch.bfloat16
 COUNTS = (5, 0, 1, 64)
 LOSSES = {"aux_loss": 0.3, "sequence_aux_loss": 0.2, "z_loss": 0.1}
+MASKED: dict[str, bool] = {"masked": True}
 CASES: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, bool]]] = {
-    "softmax": ({"router": {"normalize": True, "scale": 1.5}, "activation": "geglu"}, FP32, {"masked": True}),
-    "sigmoid": (
-        {"router": {"score": "sigmoid", "bias": True, "groups": 3, "top_groups": 2} | LOSSES, "bias": True},
-        FP32,
-        {"masked": True},
-    ),
-    "sqrt, all around it": (
-        {
-            "router": {"score": "sqrtsoftplus", "normalize": True, "top_k": 2},
-            "activation": "clamped_swiglu",
-            "bias": True,
-            "latent_dim": 8,
-            "shared_hidden": 10,
-            "shared_gate": True,
-        },
-        FP32,
-        {},
-    ),
-    "capacity": (
-        {"router": {"capacity_factor": 0.6}, "activation": "relu_squared", "shared_hidden": 6},
-        FP32,
-        {"masked": True},
-    ),
+    "softmax": ({"router": {"normalize": True, "scale": 1.5}, "activation": "geglu"}, FP32, MASKED),
+    "sigmoid": ({"router": {"score": "sigmoid", "bias": True, "groups": 3, "top_groups": 2} | LOSSES, "bias": True},
+                FP32, MASKED),
+    "sqrt, all around it": ({
+        "router": {"score": "sqrtsoftplus", "normalize": True, "top_k": 2}, "activation": "clamped_swiglu",
+        "bias": True, "latent_dim": 8, "shared_hidden": 10, "shared_gate": True,
+    }, FP32, {}),
+    "capacity": ({"router": {"capacity_factor": 0.6}, "activation": "relu_squared", "shared_hidden": 6}, FP32, MASKED),
     "capacity by position, ordered": (
-        {"router": {"capacity_factor": 0.6, "drop": "position"}, "activation": "gelu", "combine": "ordered"},
-        FP32,
-        {},
+        {"router": {"capacity_factor": 0.6, "drop": "position"}, "activation": "gelu", "combine": "ordered"}, FP32, {},
     ),
     "expert choice, ordered": (
-        {"router": {"select": "expert_choice", "capacity_factor": 1.1}, "combine": "ordered"},
-        FP32,
-        {"masked": True},
+        {"router": {"select": "expert_choice", "capacity_factor": 1.1}, "combine": "ordered"}, FP32, MASKED,
     ),
-    "expert choice": ({"router": {"select": "expert_choice"}}, FP32, {"masked": True}),
+    "expert choice": ({"router": {"select": "expert_choice"}}, FP32, MASKED),
     "replay": ({"router": {"normalize": True, "score": "sigmoid"}, "combine": "ordered"}, FP32, {"replay": True}),
-    "bf16": ({"router": {"normalize": True}, "bias": True, "shared_hidden": 6}, BF16, {"masked": True}),
-}
+    "bf16": ({"router": {"normalize": True}, "bias": True, "shared_hidden": 6}, BF16, MASKED),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -287,22 +269,25 @@ STATEFUL = {
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_what_has_state_runs_between_two_graphs(name: str) -> None:
-    moe = STATEFUL[name]()
-    x = inputs((5,), FP32)[0]
+    """Compiled autograd leaves out what runs eagerly."""
+    moe, x, found = STATEFUL[name](), inputs((5,), FP32)[0], []
     run, _ = compiled(moe, "eager")
     with pytest.raises(dynamo.exc.Unsupported, match="an option has state"):
         run(x)
-    found = []
-    for forward in (moe, torch.compile(moe, backend="eager")):
+    graph = torch.compile(moe, backend="eager")
+    whole = torch.compile(lambda x: loss_of(moe(x)).backward(), backend="eager")
+    ways = [lambda: loss_of(moe(x)).backward(), lambda: loss_of(graph(x)).backward(), lambda: whole(x)]
+    for way in ways if name in ("delayed", "main_grad") else ways[:2]:
         moe.zero_grad()
-        loss_of(forward(x)).backward()
+        with dynamo.config.patch(compiled_autograd=way is ways[2]):
+            way()
         moe.experts.backward_dw()
-        grads = {n: getattr(p, "main_grad", p.grad).clone() for n, p in moe.named_parameters()}
-        found.append(grads)
+        found.append({n: getattr(p, "main_grad", p.grad).clone() for n, p in moe.named_parameters()})
         for p in moe.parameters():
             if hasattr(p, "main_grad"):
                 p.main_grad.zero_()
-    assert_same(found[1], found[0], 2e-6)
+    for other in found[1:]:
+        assert_same(other, found[0], 2e-6)
     assert any(grad.abs().max() > 0 for grad in found[0].values())
 
 
@@ -336,27 +321,6 @@ def test_tangents_are_refused_in_a_graph_as_they_are_eagerly() -> None:
         dynamo.reset()  # what has left a graph once is not tried again
         with pytest.raises(dynamo.exc.Unsupported, match="InputError"):
             torch.compile(transform, backend="eager", fullgraph=True)(x)
-
-
-@pytest.mark.parametrize("name", ["delayed", "main_grad"])
-def test_compiled_autograd_leaves_out_what_runs_eagerly(name: str) -> None:
-    moe, x = STATEFUL[name](), inputs((5,), FP32)[0]
-
-    def gradients() -> dict[str, torch.Tensor]:
-        moe.experts.backward_dw()
-        found = {n: getattr(p, "main_grad", p.grad).clone() for n, p in moe.named_parameters()}
-        for p in moe.parameters():
-            p.grad = None
-            if hasattr(p, "main_grad"):
-                p.main_grad.zero_()
-        return found
-
-    loss_of(moe(x)).backward()
-    eager = gradients()
-    with dynamo.config.patch(compiled_autograd=True):
-        whole = torch.compile(lambda x: loss_of(moe(x)).backward(), backend="eager")
-        whole(x)
-    assert_same(gradients(), eager, 2e-6)
 
 
 def test_a_graph_serves_any_number_of_tokens_in_a_step() -> None:

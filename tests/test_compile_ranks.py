@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.utils import counters
 
 from helpers.compile_case import assert_same, inputs
-from helpers.layer_case import BOUNDS, E, build, results
+from helpers.layer_case import BOUNDS, E, build, parted, parted_results, results
 from helpers.ranks import run_ranks
-from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import InputError
 
 TOKENS = ((5, 3), (0, 4), (6, 0), (0, 0))
@@ -23,27 +20,15 @@ TOKENS = ((5, 3), (0, 4), (6, 0), (0, 0))
 
 
 def on_ranks() -> dict[str, Any]:
-    rank, e = dist.get_rank(), E // 2
-    router = {"score": "sigmoid", "aux_loss": 0.1}
-    whole = build(router=router, shared_hidden=6, bias=True)
-    moe = build(router=router, shared_hidden=6, bias=True)
-    for name, param in list(moe.experts.named_parameters()):
-        setattr(moe.experts, name, nn.Parameter(param[rank * e : rank * e + e].detach().clone()))
-    moe.experts.num_experts = e
-    moe.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer="moe")
+    rank, options = dist.get_rank(), {"router": {"score": "sigmoid", "aux_loss": 0.1}, "shared_hidden": 6, "bias": True}
+    whole, moe = build(**options), parted(build(**options))
     assert moe.dispatcher.guard is not None
     run = torch.compile(moe, backend="aot_eager", dynamic=True)
     for tokens in TOKENS:
         given = inputs((tokens[rank],), torch.float32, masked=True)
         eager, ours = results(moe, moe, given), results(run, moe, given)
         assert_same(ours, eager, BOUNDS[torch.float32])
-        # The layer in one piece: gradients of a rank's experts are sums over both ranks' tokens.
-        alone = results(whole, whole, given)
-        for name, value in alone.items():
-            if "experts" in name:
-                dist.all_reduce(value)
-                alone[name] = value[rank * e : rank * e + e]
-        assert_same(ours, alone, BOUNDS[torch.float32])
+        assert_same(ours, parted_results(results(whole, whole, given)), BOUNDS[torch.float32])
     breaks = [reason.splitlines()[0] for reason in counters["graph_break"]]
     x = inputs((4,), torch.float32)[0]
     bad = torch.tensor([[0, 1, 2]] * 3 + [[E + 2 * rank - 1] * 3])  # on rank 1 alone
@@ -56,15 +41,10 @@ def on_ranks() -> dict[str, Any]:
 
 def backward_by_compiled_autograd() -> None:
     """Two layers in a row, whose rows are the experts' input and what the first exchange's gradient comes from."""
-    rank, e = dist.get_rank(), E // 2
+    rank = dist.get_rank()
     compiler = torch.compile(backend="eager", dynamic=True)
     for combine in ("sum", "ordered"):
-        layers = [build(layer=f"{combine}.{name}") for name in ("first", "second")]
-        for moe in layers:
-            for name, param in list(moe.experts.named_parameters()):
-                setattr(moe.experts, name, nn.Parameter(param[rank * e : rank * e + e].detach().clone()))
-            moe.experts.num_experts = e
-            moe.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), combine=combine, layer=moe.dispatcher.layer)
+        layers = [parted(build(layer=f"{combine}.{name}"), combine) for name in ("first", "second")]
         for tokens in TOKENS[:2] if combine == "sum" else TOKENS[1:2]:
             x = inputs((tokens[rank],), torch.float32)[0].detach()
             found = []

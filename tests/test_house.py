@@ -13,7 +13,7 @@ import trimtab
 from helpers import house
 
 FLOORS = (
-    ("cli",), ("train",), ("doctor",), ("verify",), ("decisions",), ("integrations",),
+    ("cli",), ("train",), ("doctor",), ("verify",), ("integrations",),
     ("convert",), ("checkpoint",), ("parallel",), ("moe",), ("dispatch", "experts"),
     ("routing",), ("guard",), ("kernels",), ("layout", "processes", "atomic_write"), ("autograd", "operators"),
     ("graph_break",), ("lazy_names",), ("validation",), ("errors",),

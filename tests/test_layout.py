@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.errors import ConfigError, InputError
-from trimtab.layout import ALIGNMENTS, SequenceLayout, experts_per_rank, segment_offsets, shard_cuts
+from trimtab.errors import ConfigError
+from trimtab.layout import ALIGNMENTS, experts_per_rank, segment_offsets, shard_cuts
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -25,12 +25,6 @@ def test_segments_are_aligned_and_lose_nothing(counts: list[int], alignment: int
     for count, start, end in zip(counts, offsets, offsets[1:], strict=False):
         assert start % alignment == 0
         assert count <= end - start < count + alignment
-
-
-@pytest.mark.parametrize("cuts", [(0,), (1, 2), (0, 3, 2)])
-def test_bad_cuts_are_refused(cuts: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match="cut points"):
-        SequenceLayout(batch=1, cuts=cuts)
 
 
 def test_experts_that_do_not_divide_are_refused_with_the_arithmetic() -> None:

@@ -19,9 +19,9 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
-from helpers.layer_case import D, E, K, build
+from helpers.compile_case import assert_same, inputs
+from helpers.layer_case import D, E, K, build, parted, parted_results, results
 from helpers.ranks import run_ranks
-from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.linear import GroupedLinear
@@ -32,7 +32,7 @@ from trimtab.experts.shared import SharedExperts
 from trimtab.moe import MoEConfig
 from trimtab.parallel.grad_norm import clip_grad_norm_
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.scores import SCORES
 
 
@@ -74,27 +74,16 @@ def test_wrong_input_names_the_layer() -> None:
         ({"shared_hidden": -1}, "shared_hidden=-1 must be a whole number, at least 0"),
         ({"latent_dim": 0}, "latent_dim=0"), ({"shared_gate": True}, "set shared_hidden"),
         ({"recipe": "fp8"}, "recipe='fp8' is no recipe"), ({"recipe": FP8Current}, "is no recipe"),
-        ({"kernels": None}, "kernels=None is neither"), ({"kernels": "compild"}, "'compild' is not one of .'auto'"),
+        ({"kernels": None}, "kernels=None is neither"), ({"kernels": 3}, "kernels=3 is neither"),
+        ({"kernels": "compild"}, "kernels='compild' is not one of .'auto'"),
         ({"dtype": torch.int32}, r"dtype=torch\.int32 is none"), ({"dtype": "bf16"}, "dtype='bf16' is none"),
         ({"dtype": torch.float8_e4m3fn}, r"dtype=torch\.float8_e4m3fn is none"),
-        ({"dtype": torch.complex64}, r"dtype=torch\.complex64 is none"), ({"activation": "silu"}, "activation 'silu'"),
-    ],
-)  # fmt: skip
-def test_a_layer_that_cannot_be_is_refused_by_the_option_s_name(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        build(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"router": None}, "router=None must be a RouterConfig"),
-        ({"router": {"num_experts": E, "top_k": K}}, "router={'num_experts': 6, 'top_k': 3} must be a RouterConfig"),
+        ({"dtype": torch.complex64}, r"dtype=torch\.complex64 is none"),
         ({"combine": "nope"}, "combine='nope' is not one of"),
         ({"activation": "silu"}, "activation 'silu' is not one of"), ({"activation": ["gelu"]}, "is not one of"),
-        ({"main_grad": "add"}, "main_grad='add' is not one of"), ({"recipe": "fp8"}, "recipe='fp8' is no recipe"),
-        ({"kernels": 3}, "kernels=3 is neither"), ({"kernels": "compild"}, "kernels='compild' is not one of"),
-        ({"dtype": "bf16"}, "dtype='bf16' is none"),
+        ({"main_grad": "add"}, "main_grad='add' is not one of"),
+        ({"router": None}, "router=None must be a RouterConfig"),
+        ({"router": {"num_experts": E, "top_k": K}}, "router={'num_experts': 6, 'top_k': 3} must be a RouterConfig"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_is_refused_when_the_configuration_is_made(wrong: dict[str, Any], says: str) -> None:
@@ -321,48 +310,29 @@ def test_a_router_of_one_s_own() -> None:
     assert torch.equal(out.y, moe.experts(x, out.ids_TK, torch.ones(7, 1)))
 
 
-def on_ranks() -> dict[str, float]:
+SELECTIONS = (
+    {"normalize": True}, {"select": "expert_choice"}, {"select": "sinkhorn", "score": "sigmoid"},
+    {"capacity_factor": 1.0}, {"select": "balanced"},
+)  # fmt: skip
+
+
+def on_ranks() -> None:
     """The layer with experts on several ranks against the same with all of them here: another T on each rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    e, gaps = E // ranks, {}
-    for router in (
-        {"normalize": True}, {"select": "expert_choice"}, {"select": "sinkhorn", "score": "sigmoid"},
-        {"capacity_factor": 1.0}, {"select": "balanced"},
-    ):  # fmt: skip
-        whole = build(torch.float64, router=router, shared_hidden=4, latent_dim=8)
-        parted = build(torch.float64, router=router, shared_hidden=4, latent_dim=8)
-        for name in ("gate_up", "down"):
-            mine = getattr(parted.experts, name).detach()[rank * e : rank * e + e].clone()
-            setattr(parted.experts, name, torch.nn.Parameter(mine))
-        parted.experts.num_experts = e
-        parted.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), layer="parted")
+    for router in SELECTIONS:
+        whole, here = (build(torch.float64, router=router, shared_hidden=4, latent_dim=8) for _ in range(2))
+        parted(here)
         for tokens in (5 * rank + 1, 0 if rank == ranks - 1 else 7, 0):
-            g = torch.Generator().manual_seed(tokens + rank)
-            x = torch.randn(tokens, D, dtype=torch.float64, generator=g).requires_grad_()
-            dy = torch.randn(tokens, D, dtype=torch.float64, generator=g)
-            found = []
-            for moe in (parted, whole):
-                y = moe(x).y
-                found.append((y, *torch.autograd.grad(y, (x, *moe.experts.parameters(), moe.router.weight), dy)))
-            summed = [grad.clone() for grad in found[1][2:4]]
-            for grad in summed:
-                dist.all_reduce(grad)
-            cut = slice(rank * e, rank * e + e)
-            true = (*found[1][:2], summed[0][cut], summed[1][cut], found[1][4])
-            for name, ours, other in zip(("y", "dx", "up", "down", "router"), found[0], true, strict=True):
-                difference = (ours - other).abs()
-                gaps[f"{router} {tokens} {name}"] = float(difference.max()) if difference.numel() else 0.0
-        with pytest.raises(InputError, match=r"layer parted.*rank 0: \d+ slot"):
-            parted(torch.full((3, D), float("nan") if rank == 0 else 1.0, dtype=torch.float64))
-        with pytest.raises(InputError, match=r"layer parted.*got a DTensor of .*, whose to_local\(\) is dense"):
-            parted(DTensor.from_local(torch.ones(3, D), init_device_mesh("cpu", (ranks,))))
-    return gaps
+            given = inputs((tokens,), torch.float64)
+            assert_same(results(here, here, given), parted_results(results(whole, whole, given)), 1e-12)
+        with pytest.raises(InputError, match=r"layer moe.*rank 0: \d+ slot"):
+            here(torch.full((3, D), float("nan") if rank == 0 else 1.0, dtype=torch.float64))
+        with pytest.raises(InputError, match=r"layer moe.*got a DTensor of .*, whose to_local\(\) is dense"):
+            here(DTensor.from_local(torch.ones(3, D), init_device_mesh("cpu", (ranks,))))
 
 
 def test_on_two_ranks_and_what_one_of_them_cannot_route_raises_on_both() -> None:
-    for gaps in run_ranks(on_ranks, 2):
-        assert all(gap < 1e-12 for gap in gaps.values()), gaps
-        assert len(gaps) >= 50
+    run_ranks(on_ranks, 2)
 
 
 def test_training_after_a_first_call_in_inference_mode() -> None:

@@ -10,10 +10,6 @@ from typing import TYPE_CHECKING
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trimtab.decisions import observing as observing
-    from trimtab.decisions import record as record
-    from trimtab.decisions import replay as replay
-    from trimtab.decisions import rollout_decisions as rollout_decisions
     from trimtab.dispatch.all_gather import AllGather as AllGather
     from trimtab.dispatch.all_to_all import AllToAll as AllToAll
     from trimtab.dispatch.dispatcher import Dispatcher as Dispatcher
@@ -33,6 +29,10 @@ if TYPE_CHECKING:
     from trimtab.integrations import torchtitan as torchtitan
     from trimtab.integrations import transformer_engine as transformer_engine
     from trimtab.integrations import transformers as transformers
+    from trimtab.integrations.transformers.routers.observe import observing as observing
+    from trimtab.integrations.transformers.routers.observe import record as record
+    from trimtab.integrations.transformers.routers.observe import replay as replay
+    from trimtab.integrations.transformers.routers.observe import rollout_decisions as rollout_decisions
     from trimtab.integrations.transformers.summary import summary as summary
     from trimtab.moe import MoE as MoE
     from trimtab.moe import MoEConfig as MoEConfig

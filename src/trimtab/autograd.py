@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -17,7 +18,6 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 _KINDS = ("cpu", "cuda")
-_TWICE = "trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
 
 
 def computed_in(param: Tensor, dtype: torch.dtype | None = None) -> torch.dtype:
@@ -53,16 +53,20 @@ def _at_work(kind: str) -> bool:
     return kind in _KINDS and torch.is_autocast_enabled(kind)
 
 
+def outside_graph(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """method(*args, **kwargs), out of the graph that is being traced."""
+    from trimtab.graph_break import eagerly
+
+    return eagerly(method, *args, **kwargs)
+
+
 def not_in_graphs(method: Callable[P, Result]) -> Callable[P, Result]:
     """For what has state that a graph does not see: where `torch.compile` traces, it runs between two graphs."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            from trimtab.graph_break import eagerly
-
-            result: Result = eagerly(method, *args, **kwargs)
-            return result
+            return outside_graph(method, *args, **kwargs)  # type: ignore[no-any-return]
         return method(*args, **kwargs)
 
     return run
@@ -81,9 +85,7 @@ def once_differentiable(backward: Callable[..., Any], *, traced: bool = True) ->
     def run(ctx: Any, *grads: Any) -> Any:
         if torch.compiler.is_compiling():
             if not traced:
-                from trimtab.graph_break import eagerly
-
-                return eagerly(run, ctx, *grads)
+                return outside_graph(run, ctx, *grads)
             kind = next((grad.device.type for grad in grads if isinstance(grad, Tensor)), "cpu")
             with torch.no_grad(), torch.autocast(kind, enabled=False):
                 return backward(ctx, *grads)
@@ -110,7 +112,9 @@ class _Once(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(_TWICE)
+        raise RuntimeError(
+            "trimtab's backward is once_differentiable and cannot be differentiated: leave create_graph=True out"
+        )
 
 
 class _Unpacked:
@@ -155,24 +159,13 @@ def _runs(node: Any, output: int) -> bool:
         return True
 
 
-class Context:
-    """Stands for autograd's context where our own code calls a function's forward or backward."""
-
-    call: Any
-
-    def __init__(self, saved: Sequence[Tensor | None] = (), needs: Sequence[bool] = ()) -> None:
-        self.saved_tensors, self.needs_input_grad = tuple(saved), tuple(needs)
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-
 def forward_of(function: type[Function], *args: Any) -> Any:
     """`function.apply(*args)`, or its forward alone where no backward may come: for few tokens, `apply` takes as long
     as a kernel. `apply` refuses transforms and tangents."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or _transformed():
         return function.apply(*args)  # type: ignore[no-untyped-call]
-    return function.forward(Context(), *args)
+    context = SimpleNamespace(save_for_backward=lambda *tensors: None)  # stands for autograd's
+    return function.forward(context, *args)
 
 
 def _transformed() -> bool:
@@ -181,10 +174,8 @@ def _transformed() -> bool:
 
 
 def refuse_transforms(who: str, layer: str = "") -> None:
-    """Raises:
-    InputError: `torch.func.grad`, `vmap` or the like is at work, whose tensors have no memory to read, forward-mode
-        AD, or `torch.jit.trace`, which would note addresses.
-    """
+    """Raises InputError: `torch.func.grad`, `vmap` or the like is at work, whose tensors have no memory to read,
+    forward-mode AD, or `torch.jit.trace`, which would note addresses."""
     if _transformed() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise InputError(
             f"{who} {layer}".rstrip()

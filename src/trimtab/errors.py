@@ -58,10 +58,8 @@ class DesyncError(TrimtabError, RuntimeError):
 
 
 class PeerLost(TrimtabError, RuntimeError):
-    """A rank of the expert group is dead, frozen or cut off. `ranks` names it; `layer` and `phase` say where it was.
-
-    Where no trace of it could be read, `layer` and `phase` are those in which this rank waited for it.
-    """
+    """A rank of the expert group is dead, frozen or cut off. `ranks` names it; `layer` and `phase` say where it was or,
+    where no trace of it could be read, where this rank waited for it."""
 
 
 class PhaseTimeout(TrimtabError, RuntimeError):

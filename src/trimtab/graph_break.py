@@ -17,11 +17,8 @@ WHY = (
 
 @torch.compiler.disable(reason=f"trimtab: {WHY}: this part runs eagerly")  # type: ignore[no-untyped-call, untyped-decorator]
 def eagerly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """fn(*args, **kwargs) between two graphs. With fullgraph=True the compiler refuses, naming this reason.
-
-    Raises:
-        InputError: under `torch.export`, which has one graph.
-    """
+    """fn(*args, **kwargs) between two graphs. With fullgraph=True the compiler refuses, naming this reason. Raises
+    InputError under `torch.export`, which has one graph."""
     if torch.compiler.is_exporting():
         raise InputError(f"this part cannot be exported: {WHY}. Export a layer on one rank, with none of these")
     return fn(*args, **kwargs)

@@ -4,15 +4,14 @@
     rank       0 0 0 1 1 2 2            the first L % ranks shards hold one position more
 
 A rank of a sequence-sharded group holds *its positions of every sequence*: local token (b, l) of rank r is
-global token (b, cuts[r] + l). The flat index is therefore b * L + cuts[r] + l, never local + r * T_local.
+global token (b, cuts[r] + l), never local + r * T_local.
 
-Legend: B batch, L sequence length, P ranks, E experts, e local experts.
+Legend: b sequence, L its length, l local position, P ranks, E experts, e local experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from trimtab.errors import ConfigError, InputError
@@ -26,43 +25,6 @@ def shard_cuts(length: int, ranks: int) -> tuple[int, ...]:
         raise InputError(f"cannot cut {length} positions over {ranks} ranks: need length >= 0 and ranks >= 1")
     base, extra = divmod(length, ranks)
     return tuple(rank * base + min(rank, extra) for rank in range(ranks + 1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceLayout:
-    """`batch` sequences whose positions are cut at `cuts` [P + 1], non-decreasing from 0 to L."""
-
-    batch: int
-    cuts: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        ordered = all(a <= b for a, b in zip(self.cuts, self.cuts[1:], strict=False))
-        if self.batch < 0 or len(self.cuts) < 2 or self.cuts[0] != 0 or not ordered:
-            raise InputError(
-                f"batch {self.batch} with cuts {self.cuts}: need batch >= 0 and at least two cut points that "
-                "start at 0 and never go down"
-            )
-
-    @classmethod
-    def even(cls, batch: int, length: int, ranks: int) -> SequenceLayout:
-        """`length` positions over `ranks`, sizes differing by at most one."""
-        return cls(batch=batch, cuts=shard_cuts(length, ranks))
-
-    @property
-    def ranks(self) -> int:
-        return len(self.cuts) - 1
-
-    @property
-    def length(self) -> int:
-        return self.cuts[-1]
-
-    def shard_length(self, rank: int) -> int:
-        """Positions per sequence on `rank`."""
-        return self.cuts[rank + 1] - self.cuts[rank]
-
-    def tokens(self, rank: int) -> int:
-        """Tokens on `rank`: batch times its positions."""
-        return self.batch * self.shard_length(rank)
 
 
 def experts_per_rank(num_experts: int, ranks: int) -> int:

@@ -29,7 +29,6 @@ def moe(
     up_bias_EI: Tensor | None = None,
     down_bias_ED: Tensor | None = None,
     activation: Callable[[Tensor], Tensor] = swiglu,
-    post_norm: Callable[[Tensor], Tensor] | None = None,
     token_mask_T: Tensor | None = None,
 ) -> Tensor:
     """Dense MoE [T, D] in float64, differentiable in every floating input. Slow on purpose.
@@ -51,6 +50,6 @@ def moe(
             out = down[e] @ activation(pre)
             if down_bias_ED is not None:
                 out = out + down_bias_ED[e].double()
-            total = total + w[t, k] * (out if post_norm is None else post_norm(out))
+            total = total + w[t, k] * out
         outputs.append(total)
     return torch.stack(outputs) if outputs else x * 1.0

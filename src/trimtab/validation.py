@@ -26,11 +26,6 @@ def is_whole(value: Any) -> bool:
     return not isinstance(value, bool)
 
 
-def is_flag(value: Any) -> bool:
-    """True for True and False, NumPy's as well; not for a string, whatever it says."""
-    return isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and value.ndim == 0)
-
-
 def is_finite(value: Any) -> bool:
     """True for a number that is neither NaN nor infinite."""
     try:
@@ -45,9 +40,7 @@ def holds_values(dtype: Any) -> bool:
 
 
 def check_sizes(least: int = 1, **sizes: Any) -> None:
-    """Raises:
-    ConfigError: one of the sizes is not a whole number, or less than `least`.
-    """
+    """Raises ConfigError: one of the sizes is not a whole number, or less than `least`."""
     for name, size in sizes.items():
         if not is_whole(size) or size < least:
             raise ConfigError(f"{name}={size!r} must be a whole number, at least {least}")
@@ -59,18 +52,14 @@ def assert_on_device(holds: Tensor, what: str) -> None:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raises:
-    ConfigError: one of the flags is neither True nor False.
-    """
+    """Raises ConfigError: one of the flags is neither True nor False, NumPy's or Python's."""
     for name, flag in flags.items():
-        if not is_flag(flag):
+        if not isinstance(flag, bool) and (str(getattr(flag, "dtype", "")) != "bool" or flag.ndim):
             raise ConfigError(f"{name}={flag!r} must be True or False")
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raises:
-    ConfigError: parameters cannot be of it; None is the default one.
-    """
+    """Raises ConfigError: parameters cannot be of it; None is the default one."""
     if dtype is not None and not holds_values(dtype):
         raise ConfigError(f"dtype={dtype!r} is none of parameters: {VALUES} of torch")
 

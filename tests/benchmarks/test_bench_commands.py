@@ -38,12 +38,39 @@ def timed(record: dict[str, Any]) -> dict[str, set[str]]:
     return {e["name"]: {m for m, turns in e["seconds"].items() if turns[0][0] > 0} for e in entries}
 
 
+ALONE = ["--shape", "64,32,4,2", "--tokens", "16", "--dtype", "fp32", *QUICK]
+PARTS: list[tuple[str, list[str], tuple[str, ...], set[str], str]] = [
+    ("exchange", [*TINY, "--transports", "alltoall", "--workloads", "source_ragged", "--peers", "all_to_all"],
+     ("trimtab alltoall", "all_to_all", "raw all-to-all + copy"), MODES, ""),
+    ("step", [*QUICK, "--tiny", "--threads", "1"], ("transformers, grouped_mm", "trimtab"),
+     {"step", "forward", "backward", "optimizer"}, "| backward | trimtab |"),
+    ("replay", ALONE, ("trimtab",), {"turns", "alone", "recorded", "recorded, counted", "told"}, "| x alone |"),
+    ("quantized", ["--shape", "64,64,4,2", "--tokens", "16", *QUICK],
+     ("bf16 weights", "nf4", "int8", "fp8", "mxfp4"), MODES, ""),
+    ("overhead", QUICK, ("transformers, grouped_mm", "trimtab in transformers", "trimtab's MoE"),
+     {*MODES, "no_grad"}, ""),
+    ("gpu", [*TINY, "--device", "cpu", "--backends", BACKEND],  # to see that it runs; the numbers mean nothing
+     (f"trimtab {BACKEND}", "transformers grouped_mm", "dense bf16"), MODES, "# A layer on a GPU"),
+]  # fmt: skip
+"""A part, its options, whom it times in what, and what its page says."""
+
+
+@pytest.mark.parametrize(("part", "options", "names", "modes", "says"), PARTS, ids=[part for part, *_ in PARTS])
+def test_parts(
+    part: str, options: list[str], names: tuple[str, ...], modes: set[str], says: str, tmp_path: Path
+) -> None:
+    page = ["--out", str(tmp_path / "page.md")] if part != "exchange" else []
+    code, found = bench(tmp_path, part, *options, *page)
+    assert code == 0
+    assert {name: what for name, what in timed(found).items() if name != "copy"} == dict.fromkeys(names, modes)
+    assert not page or says in (tmp_path / "page.md").read_text()
+
+
 def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*TINY, "--dtype", "fp32", "--workloads", "hot", "--peers", "grouped_mm", "--memory"]
     code, found = bench(tmp_path, "layer", *options)
     assert code == 0
-    names = ("trimtab auto", "grouped_mm", "dense fp32")
-    assert timed(found) == {**dict.fromkeys(names, MODES), "copy": {"copy"}}
+    assert timed(found) == {**dict.fromkeys(("trimtab auto", "grouped_mm", "dense fp32"), MODES), "copy": {"copy"}}
     assert found["races"][0]["fewest_bytes"]["hot"]["forward"] > 0
     assert found["memory"]["trimtab auto"]["tensors"] > 0
     assert found["command"] == " ".join(["python -m benchmarks layer", *options]), "without the machine's paths"
@@ -51,22 +78,11 @@ def test_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_layer_of_another_checkout_over_ranks(tmp_path: Path) -> None:
-    source = str(Path(__file__).parents[2] / "src")
-    code, found = bench(
-        tmp_path, "layer", *TINY, "--dtype", "fp32", "--ranks", "2", "--transports", "alltoall", "--against", source
-    )
+    options = [*TINY, "--dtype", "fp32", "--ranks", "2", "--transports", "alltoall"]
+    code, found = bench(tmp_path, "layer", *options, "--against", str(Path(__file__).parents[2] / "src"))
     assert code == 0
-    assert {name for name, modes in timed(found).items() if modes == MODES} >= {
-        "trimtab auto alltoall",
-        "before alltoall",
-    }
-
-
-def test_exchange(tmp_path: Path) -> None:
-    code, found = bench(tmp_path, "exchange", *TINY, "--transports", "alltoall", "--workloads", "source_ragged",
-                        "--peers", "all_to_all")  # fmt: skip
-    assert code == 0
-    assert timed(found) == dict.fromkeys(("trimtab alltoall", "all_to_all", "raw all-to-all + copy"), MODES)
+    names = {name for name, modes in timed(found).items() if modes == MODES}
+    assert names >= {"trimtab auto alltoall", "before alltoall"}
 
 
 def test_imbalance(tmp_path: Path) -> None:
@@ -84,70 +100,16 @@ def test_imbalance(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_step(tmp_path: Path) -> None:
-    page = tmp_path / "step.md"
-    code, found = bench(tmp_path, "step", *QUICK, "--tiny", "--threads", "1", "--out", str(page))
-    parts = {"step", "forward", "backward", "optimizer"}
-    assert code == 0
-    assert timed(found) == dict.fromkeys(("transformers, grouped_mm", "trimtab"), parts)
-    assert all(e["facts"]["peak"] > 1e8 for e in found["races"][0]["entries"])
-    assert "| backward | trimtab |" in page.read_text()
-
-
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 def test_adapters(tmp_path: Path) -> None:
     page = tmp_path / "adapters.md"
-    options = ["--shape", "64,32,4,2", "--tokens", "16", "--dtype", "fp32", *QUICK]
-    code, found = bench(tmp_path, "adapters", *options, "--out", str(page))
+    code, found = bench(tmp_path, "adapters", *ALONE, "--out", str(page))
     names = ("peft over grouped_mm", "trimtab, frozen experts", "trimtab under peft")
     assert code == 0
     assert timed(found) == {name: {"forward+backward"} for name in names}
     held = [found["memory"][name]["gradients"] for name in names]
     assert held[0] == held[2] > held[1], "of adapters"
     assert "trimtab under peft" in page.read_text()
-
-
-def test_replay(tmp_path: Path) -> None:
-    options = [
-        "--shape",
-        "64,32,4,2",
-        "--tokens",
-        "16",
-        "--dtype",
-        "fp32",
-        *QUICK,
-        "--out",
-        str(tmp_path / "replay.md"),
-    ]
-    code, found = bench(tmp_path, "replay", *options)
-    assert code == 0
-    assert timed(found) == {"trimtab": {"turns", "alone", "recorded", "recorded, counted", "told"}}
-    assert "| x alone |" in (tmp_path / "replay.md").read_text()
-
-
-def test_quantized(tmp_path: Path) -> None:
-    options = ["--shape", "64,64,4,2", "--tokens", "16", *QUICK, "--out", str(tmp_path / "quantized.md")]
-    code, found = bench(tmp_path, "quantized", *options)
-    assert code == 0
-    assert timed(found) == dict.fromkeys(("bf16 weights", "nf4", "int8", "fp8", "mxfp4"), MODES)
-
-
-def test_overhead(tmp_path: Path) -> None:
-    code, found = bench(tmp_path, "overhead", *QUICK, "--out", str(tmp_path / "overhead.md"))
-    names = ("transformers, grouped_mm", "trimtab in transformers", "trimtab's MoE")
-    assert code == 0
-    assert timed(found) == {name: {*MODES, "no_grad"} for name in names}
-
-
-def test_gpu_case_on_the_cpu(tmp_path: Path) -> None:
-    """To see that it runs; the numbers mean nothing."""
-    places = ["--device", "cpu", "--out", str(tmp_path / "gpu.md")]
-    code, found = bench(tmp_path, "gpu", *TINY, *places, "--backends", BACKEND)
-    assert code == 0
-    assert timed(found) == {
-        **dict.fromkeys((f"trimtab {BACKEND}", "transformers grouped_mm", "dense bf16"), MODES), "copy": {"copy"},
-    }  # fmt: skip
-    assert "# A layer on a GPU" in (tmp_path / "gpu.md").read_text()
 
 
 @pytest.mark.megatron_full

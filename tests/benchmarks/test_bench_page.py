@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import campaign
 from benchmarks.campaign import Campaign
-from benchmarks.page import campaign_page, record_page
+from benchmarks.page import campaign_page
 from benchmarks.result import Entry, Race, Record, middle_half
-from benchmarks.table import as_markdown, as_text, contestants_table, duration, memory_table, size
+from benchmarks.table import contestants_table
 from benchmarks.task import read_record, write, write_record
 from helpers.fakes import BOTH, MACHINE, record
 from trimtab.errors import ConfigError, InputError
@@ -107,18 +107,6 @@ def test_pages_and_tables_say_who_failed() -> None:
     assert "| trimtab auto | died |" in campaign_page([weighed])
 
 
-def test_a_record_s_page_shows_its_contestants_and_the_parts_that_they_time() -> None:
-    parts = Entry(name="one", role="ours", seconds={"step": [[1.5]], "forward": [[0.5]], "backward": [[1.0]]})
-    races = [Race(malloc="default", entries=[parts])]
-    case = {"tokens": 8, "dtype": "bf16", "threads": 2}
-    one = dataclasses.replace(record(), part="step", case=case, races=races, memory={}, settings={"modes": ["step"]})
-    assert one.modes == ["step", "forward", "backward"]
-    text = record_page([one], "What it is.")
-    assert text.startswith("# A whole training step\n\nWhat it is.\n")
-    assert "| step | one | 1500 ms (1500 ms..1500 ms) |" in text
-    assert "| backward | one | 1000 ms (1000 ms..1000 ms) |" in text
-
-
 def test_files_come_back_as_they_went(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "one.json"
     write_record(record(), path)
@@ -131,23 +119,6 @@ def test_files_come_back_as_they_went(tmp_path: Path) -> None:
         read_record(tmp_path / "absent.json")
     with pytest.raises(InputError, match="cannot be written"):
         write(path / "below", "")
-
-
-def test_tables() -> None:
-    header, rows = contestants_table(record())
-    assert header == ["mode", "contestant", *(f"{m} malloc (middle half)" for m in ("default", "tuned")),
-                      "speed-up", "x limit", "peak memory"]  # fmt: skip
-    assert rows[0] == [
-        BOTH, "trimtab auto", "500 ms (500 ms..1000 ms)", "550 ms (550 ms..1100 ms)", "2.18", "1.25", "2.00 GB",
-    ]  # fmt: skip
-    assert rows[-1][1:3] == ["batched_mm", "failed: cannot be imported here: No module"]
-    assert memory_table(record())[1][0] == ["trimtab auto", "0.0 MB", "0.0 MB", "0.0 MB"]
-    assert as_markdown(["a", "b"], [["1", "x|y"]]) == "| a | b |\n| --- | --- |\n| 1 | x\\|y |"
-    assert as_text(["name", "n"], [["x", "10"], ["yy", "9"]]).splitlines() == [
-        "name   n", "----  --", "x     10", "yy     9",
-    ]  # fmt: skip
-    assert [duration(s) for s in (1.5, 0.0123456, 0.00099, 4.2e-7)] == ["1500 ms", "12.3 ms", "990 us", "0.42 us"]
-    assert [size(count) for count in (None, 5e5, 3.21e9)] == ["", "0.5 MB", "3.21 GB"]
 
 
 def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

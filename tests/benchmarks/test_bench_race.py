@@ -159,21 +159,11 @@ def test_a_contestant_has_an_environment_and_a_source_of_its_own(tmp_path: Path)
     assert (entry.facts["found"], entry.facts["said"]) == (str(tmp_path / "elsewhere.py"), "yes")
 
 
-def test_who_cannot_be_built_is_a_row_without_a_judge_too() -> None:
-    absent = fake("absent", "not_installed", "peer")
-    entries = race([absent, fake("good", "sleeper", modes={"forward": 0.1})], ["forward"], malloc="default",
-                   pace=Pace(turns=1, seconds=0.01))  # fmt: skip
-    assert (entries[0].failed or "").startswith("cannot be imported here")
-    assert entries[1].steps("forward") == pytest.approx([0.1])
-    (weighed,) = weigh([absent], "forward", patience=60, say=print).values()
-    assert weighed["failed"].startswith("cannot be imported here")
-
-
 def test_memory_sees_pages_and_tensors() -> None:
     size = 2**24
-    found = weigh(
-        [fake("big", "allocates", bytes=size), fake("bad", "raises")], "forward+backward", patience=60, say=print
-    )
+    contestants = [fake("big", "allocates", bytes=size), fake("bad", "raises"), fake("absent", "not_installed")]
+    found = weigh(contestants, "forward+backward", patience=60, say=print)
+    assert found["absent"]["failed"].startswith("cannot be imported here")
     assert found["big"]["tensors"] == size
     assert found["big"]["gradients"] == 7
     assert 2 * size <= found["big"]["resident"] < 3 * size

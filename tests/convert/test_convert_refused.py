@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -157,6 +156,7 @@ FOLDERS: dict[str, tuple[Change, str]] = {
         renamed("adapter_model.safetensors", "training_args.bin"),
         "step-00000000 folder, only adapter_model.safetensors, training_args.bin",
     ),
+    "an adapter beside the weights": (named("adapter_config.json"), "adapter_config.json lies beside the weights, and"),
     "no configuration": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "configuration of nothing known": (config(model_type="qwen9_moe"), "qwen9_moe"),
     "a class that is not there": (config(architectures=["Qwen9ForCausalLM"]), "no Qwen9For"),
@@ -332,7 +332,7 @@ def test_a_disk_that_lies(saved: Path, tmp_path: Path, monkeypatch: pytest.Monke
             "checkpoint.tensors.dcp_save",
             CheckpointException("", {0: (RuntimeError("pos 7 vs 5"), StackSummary())}),
         ),
-        ("safetensors", "convert.files.save_file", SafetensorError("pos 7 vs 5")),
+        ("safetensors", "convert.files.bits", OSError("pos 7 vs 5")),
     ],
 )
 def test_a_disk_without_room_is_named(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -104,21 +104,63 @@ def _drop_a_layer(tensors: dict[str, Tensor]) -> None:
         del tensors[name]
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (None, "only plain LoRA"),
-        (_drop_an_expert, r"down_proj is \[8, 32, 16\], and with r = 3 its A is \[21, 16\]"),
-        (_rename, r"1 tensors have no place in Qwen3MoeForCausalLM, first .*expertz"),
-        (_drop_a_layer, "2 weights that it names have no adapter in it, first model.layers.1.mlp.experts.down_proj"),
-    ],
-)
-def test_what_is_not_whole_or_not_lora_is_refused(change: Any, says: str, tmp_path: Path) -> None:
+def _of_the_head(tensors: dict[str, Tensor]) -> None:
+    tensors["base_model.model.lm_head.lora_A.weight"] = torch.ones(3, 32)
+
+
+def _of_both(tensors: dict[str, Tensor]) -> None:
+    _of_the_head(tensors)
+    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.ones(3, 64)
+
+
+BEGUN = "changes the base model before training.*path_initial_model_for_weight_conversion=START"
+REFUSED: list[tuple[Any, str, dict[str, Any]]] = [
+    (_drop_an_expert, r"down_proj is \[8, 32, 16\], and with r = 3 its A is \[21, 16\]", {}),
+    (_rename, r"1 tensors have no place in Qwen3MoeForCausalLM, first .*expertz", {}),
+    (_drop_a_layer, "2 weights that it names have no adapter in it, first model.layers.1.mlp.experts.down_proj", {}),
+    (_of_the_head, "it changes lm_head: adapters of embeddings", {}),
+    (_of_both, "it changes model.embed_tokens, lm_head: adapters of embeddings.*merge_and_unload", {}),
+    (dict, "use_dora=True: only plain LoRA", {"use_dora": True}),
+    *(
+        (dict, f"init_lora_weights='{kind}' {BEGUN}", {"init_lora_weights": kind})
+        for kind in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "one of tomorrow")
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "says", "config"), REFUSED)
+def test_what_is_not_whole_or_not_added_to_the_base_is_refused(
+    change: Any, says: str, config: dict[str, Any], tmp_path: Path
+) -> None:
     saved("qwen3_moe", tmp_path)
-    spoil(tmp_path, change or (lambda _: None), use_dora=change is None)
-    with pytest.raises(ConfigError if change is None else InputError, match=says):
+    spoil(tmp_path, change, **config)
+    with pytest.raises((ConfigError, InputError), match=says):
         merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("kind", [True, "gaussian", "orthogonal", "mica", "pissa", "olora"])
+def test_adapters_of_any_beginning_are_merged_as_they_were_trained(kind: Any, tmp_path: Path) -> None:
+    """Those that change the base by peft's own way out, as what was added to it."""
+    base, folder = build_model("qwen3_moe"), tmp_path / "adapter"
+    base.save_pretrained(tmp_path / "base")
+    made = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=kind))
+    made.save_pretrained(tmp_path / "start")
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter += 0.1 * torch.randn(parameter.shape) * ("lora_" in name)
+    changes = (
+        {"path_initial_model_for_weight_conversion": str(tmp_path / "start")} if kind in ("pissa", "olora") else {}
+    )
+    if changes:
+        made.save_pretrained(folder)
+        with pytest.raises(ConfigError, match=BEGUN):
+            merge(tmp_path / "base", folder, tmp_path / "merged")
+    made.save_pretrained(folder, **changes)
+    made.merge_and_unload().save_pretrained(tmp_path / "truth")
+    done = tensors_of(merge(tmp_path / "base", folder, tmp_path / "merged").written.folder)
+    for name, true in tensors_of(tmp_path / "truth").items():
+        torch.testing.assert_close(done[name], true, rtol=0, atol=1e-5 if changes else 0)
 
 
 def test_files_of_peft_before_0_19(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
-"""Slots of shared memory that tensors use in turn: never two at once, and no more than were in use at once."""
+"""Slots of shared memory that tensors use in turn: never two at once, and no more than were in use at once. Doorbells
+between processes: each ring lets one waiter on, and a dead process leaves none locked."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from trimtab.dispatch.doorbells import Doorbells
 from trimtab.dispatch.host_memory import SMALLEST, HostMemory
+from trimtab.guard.record import map_range, reserve
 
 
 @pytest.fixture
@@ -18,10 +23,6 @@ def memory() -> Iterator[HostMemory]:
     assert dist.group.WORLD is not None
     yield HostMemory(dist.group.WORLD)
     dist.destroy_process_group()
-
-
-def address(t: Tensor) -> int:
-    return t.untyped_storage().data_ptr()
 
 
 def test_a_slot_is_taken_again_only_when_the_last_view_of_it_is_gone(memory: HostMemory) -> None:
@@ -67,3 +68,54 @@ def test_what_evaluation_has_used_training_uses_again(memory: HostMemory) -> Non
     weight = torch.ones(4, requires_grad=True)
     (weight * again.data).sum().backward()
     assert weight.grad is not None
+
+
+def made() -> Doorbells:
+    bells = Doorbells(map_range(reserve("test-bells", 4096), 4096), 2)
+    bells.begin()
+    return bells
+
+
+def test_rings_are_counted_and_a_wait_ends_in_time() -> None:
+    bells = made()
+    assert not bells.rung(0)
+    bells.ring(0)
+    bells.ring(0)
+    assert not bells.rung(1)
+    assert bells.rung(0)
+    assert bells.wait(0, 0.0)
+    assert not bells.rung(0)
+    start = time.monotonic()
+    assert not bells.wait(0, 0.05)
+    assert 0.045 <= time.monotonic() - start < 5
+
+
+def test_another_process_rings_and_may_die_at_it() -> None:
+    bells = made()
+    child = os.fork()
+    if child == 0:  # nothing of torch or pytest may run here
+        bells.wait(0, 30.0)
+        bells.ring(1)
+        signal.pause()
+        os._exit(0)
+    try:
+        assert not bells.wait(1, 0.05)
+        bells.ring(0)
+        assert bells.wait(1, 30.0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    bells.ring(1)
+    assert bells.wait(1, 1.0)
+
+
+def test_a_signal_does_not_end_a_wait() -> None:
+    bells = made()
+    caught: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: caught.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        assert not bells.wait(0, 0.1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert caught == [1]

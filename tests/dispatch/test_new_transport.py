@@ -6,13 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-import trimtab
-from helpers.ranks import run_ranks
 from trimtab.dispatch.over_group import OverGroup, pack, unpack
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.dispatch.transports import TRANSPORTS
@@ -59,33 +55,9 @@ def in_the_table() -> Iterator[None]:
 
 
 def test_a_row_in_the_table_is_a_transport() -> None:
-    """In the ledger, too: every pattern, with both ways to combine and with replicated experts."""
+    """A plan takes it by name: every pattern, with both ways to combine and with replicated experts."""
     ways: list[dict[str, Any]] = [{}, {"combine": "ordered"}, {"replicas": "replicas"}]
     rows = [Topology(ranks=2, ep=2, transport="point_to_point", **way) for way in ways]
     cases = [Case(topology=row, pattern=pattern, dtype="float64", seed=0) for row in rows for pattern in PATTERNS]
     verdicts = list(run_local(cases, "trimtab", deadline=60.0, around=in_the_table))
     assert [f"{v.case.name}: {v.details[:1]}" for v in verdicts if v.status != "ok"] == []
-
-
-def gradients(transport: str) -> list[Tensor]:
-    torch.manual_seed(0)
-    config = trimtab.MoEConfig(
-        dim=8, hidden=12, router=trimtab.RouterConfig(num_experts=4, top_k=2), dtype=torch.float64
-    )
-    style = trimtab.ExpertParallel(transport=transport)
-    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    model = trimtab.parallelize(nn.Sequential(config.build()), mesh["ep"], {"0": style})
-    x = torch.randn(5 + dist.get_rank(), 8, dtype=torch.float64, requires_grad=True)
-    model(x).y.square().sum().backward()
-    return [x.grad, *(getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters())]  # type: ignore[list-item]
-
-
-def style_on_rank() -> bool:
-    with in_the_table():
-        return all(map(torch.equal, gradients("point_to_point"), gradients("alltoall")))
-
-
-def test_a_plan_takes_it_by_name() -> None:
-    assert run_ranks(style_on_rank, 2) == [True, True]
-    with pytest.raises(trimtab.dispatch.transports.ConfigError, match="'point_to_point' is not one of"):
-        trimtab.ExpertParallel(transport="point_to_point")

@@ -17,7 +17,6 @@ from fuzz.replication import KINDS, check_plan, plan_case
 from helpers.replica_plan_loops import alias_table, candidates, surplus_to_room
 from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
-from trimtab.errors import ConfigError
 
 AUTO = ReplicationConfig(copy_cost=20)
 
@@ -99,21 +98,3 @@ def test_ids_of_one_rank_alone_and_of_no_tokens() -> None:
     plan = replica_plan(nothing, AUTO)
     assert physical_ids(ids[:0], slot_shares(plan, nothing, 0, 1), plan).shape == (0, 2)
     assert int(plan.cap) == int(plan.replicas_PP.sum()) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tolerance": -0.1, "copy_cost": 0}, "tolerance=-0.1"),
-        ({"tolerance": True, "copy_cost": 0}, "tolerance=True"),
-        ({"tolerance": float("nan"), "copy_cost": 0}, "tolerance=nan"),
-        ({"tolerance": "auto", "copy_cost": 0}, "tolerance='auto'"),
-        ({"tolerance": 2000, "copy_cost": 0}, "from 0 to 1024"),
-        ({"copy_cost": -1}, "copy_cost=-1"),
-        ({"copy_cost": 1.5}, "copy_cost=1.5"),
-        ({"copy_cost": 2**33}, "at most 2"),
-    ],
-)
-def test_what_is_no_tolerance_and_no_cost_is_refused(options: dict[str, float], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ReplicationConfig(**options)

@@ -1,4 +1,5 @@
-"""Replicated experts as the dispatcher moves them: slots to replicas, weights out, gradients home by one plan."""
+"""Replicated experts as the dispatcher moves them: slots to replicas, weights out, gradients home by one plan, which
+ranks that share F make together; and compiled."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.cases import PATTERNS, case
+from helpers.exchanges import EVEN, D, E, K, Layer
 from helpers.ranks import run_ranks
+from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
-from trimtab.dispatch.options import COMBINE_MODES, ReplicationConfig
+from trimtab.dispatch.options import COMBINE_MODES, CombineMode, ReplicationConfig
 from trimtab.dispatch.replica_route import ReplicaRoute
 from trimtab.dispatch.route import Dispatched
+from trimtab.dispatch.shared_memory import SharedMemory
 from trimtab.dispatch.transports import TRANSPORTS
+from trimtab.parallel.expert_tensor import ExpertTensorGroup
 
-E, K, D = 8, 3, 16
-EVEN = ReplicationConfig(tolerance=0.0, copy_cost=0)
 CONFIGS = (EVEN, ReplicationConfig(tolerance=0.25, copy_cost=0), ReplicationConfig(copy_cost=2))
 
 
@@ -117,3 +120,47 @@ def weights_on_rank(transport: str) -> int:
 def test_copies_are_the_weights_byte_by_byte_and_gradients_come_home_in_the_order_of_ranks(transport: str) -> None:
     moved = run_ranks(weights_on_rank, 4, transport)
     assert moved[0] > 6
+
+
+def groups(transport: Any) -> tuple[Any, Any]:
+    """Of four ranks in two rows, ep over columns and etp over rows: the transports of this one."""
+    ep, etp = ([dist.new_group(ranks) for ranks in lines] for lines in (([0, 2], [1, 3]), ([0, 1], [2, 3])))
+    return transport(ep[dist.get_rank() % 2]), transport(etp[dist.get_rank() // 2])
+
+
+def shares_on_rank(transport: Any, combine: CombineMode) -> None:
+    over_ep, over_etp = groups(transport)
+    dispatcher = Dispatcher(E, over_ep, combine=combine, replication=EVEN, etp=over_etp, layer="moe")
+    shares = ExpertTensorGroup(over_etp, "moe")
+    for pattern in PATTERNS:
+        own = dispatcher.dispatch(*case(pattern, dist.get_rank(), 4, E, K, D, torch.float64))
+        rows, report = shares.dispatch(own.x_MD, own.ids_MK, own.weights_MK, own.num_slots), dispatcher.replicated
+        assert report is not None
+        assert int((rows.ids_MK >= 0).sum()) == int(report.loads_after_P[dist.get_rank() // 2])
+        assert int(report.loads_after_P.max()) <= -(-int(report.loads_before_P.sum()) // 2)
+
+
+@pytest.mark.parametrize(("transport", "combine"), [(AllToAll, "sum"), (SharedMemory, "ordered")])
+def test_ranks_that_share_f_plan_what_all_of_them_compute(transport: type, combine: CombineMode) -> None:
+    run_ranks(shares_on_rank, 4, transport, combine)
+
+
+def compiled_on_rank() -> list[bool]:
+    layer = Layer(AllToAll(dist.group.WORLD), "sum", EVEN)
+    run = torch.compile(layer, backend="aot_eager", dynamic=True)
+    same = []
+    for pattern in ("one_rank", "empty_source", "empty_world", "random"):
+        x, ids, w, mask = case(pattern, dist.get_rank(), 2, E, K, D, torch.float64)
+        every = []
+        for fn in (layer, run):
+            leaves = [t.clone().requires_grad_() for t in (x, w)]
+            y = fn(leaves[0], ids, leaves[1], mask)
+            every.append([y, *torch.autograd.grad(y.square().sum(), [*leaves, *layer.parameters()])])
+        same += map(torch.equal, *every)
+    return same
+
+
+def test_a_compiled_layer_has_the_bits_of_eager_mode() -> None:
+    for same in run_ranks(compiled_on_rank, 2, deadline=120.0):
+        assert len(same) == 4 * 7
+        assert all(same)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch.test_replicated_exchange import D, E, K
-from dispatch.test_replicated_guard import Changed
 from helpers.cases import case
+from helpers.exchanges import RULE, Changed, D, E, K
 from helpers.forks import start
 from helpers.ranks import _rank_main
 from trimtab.dispatch.dispatcher import Dispatcher
@@ -30,11 +28,7 @@ from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import TrimtabError
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 
-RULE, DEAR, LOOSE = (
-    ReplicationConfig(copy_cost=2),
-    ReplicationConfig(copy_cost=3),
-    ReplicationConfig(copy_cost=2, tolerance=0.25),
-)
+RULES = {"copy_cost": ReplicationConfig(copy_cost=3), "tolerance": ReplicationConfig(copy_cost=2, tolerance=0.25)}
 PROMPT, DEADLINE = 8.0, 40.0
 """Seconds: of an error, on a machine that does other things too; and of all cases of a transport. A guard's are 300."""
 ALONE, EP, ETP = (3,), (1, 3), (2, 3)
@@ -50,21 +44,15 @@ class Killed(Changed):
 
 
 def first_call(transport: str, what: str, guilty: bool, kept: list[Any]) -> tuple[str, float]:
-    """Of new transports over new groups: what it raised, and after how many seconds."""
+    """Of new transports over new groups: what it raised, and after how many seconds. "again": in a second call."""
     ep, etp = ([dist.new_group(ranks) for ranks in lines] for lines in (([0, 2], [1, 3]), ([0, 1], [2, 3])))
     over_ep: Any = TRANSPORTS[transport](ep[dist.get_rank() % 2])
     over_etp: Any = TRANSPORTS[transport](etp[dist.get_rank() // 2])
     kept += [over_ep, over_etp]  # as a program has them for as long as its error is not at its end
     x, ids, w, _ = case("random", dist.get_rank(), 4, E, K, D, torch.float32)
-    plain = "plain" in what
-    rule, fingerprint = None if plain else RULE, ""
+    rule, fingerprint, good = None if "plain" in what else RULE, "", (x, ids)
     if guilty:
-        wrong: dict[str, Callable[[], Any]] = {
-            "copy_cost": lambda: DEAR,
-            "tolerance": lambda: LOOSE,
-            "off": lambda: None,
-        }
-        rule = wrong.get(what, lambda: rule)()
+        rule = None if what == "off" else RULES.get(what, rule)
         fingerprint = "other" if "fingerprint" in what else ""
         x, ids = (x[0] if "shape" in what else x), (ids + E if "ids" in what else ids)
         if what in ("sent", "received"):
@@ -74,9 +62,10 @@ def first_call(transport: str, what: str, guilty: bool, kept: list[Any]) -> tupl
     dispatcher = Dispatcher(E, over_ep, replication=rule, etp=over_etp, layer="moe", fingerprint=fingerprint)
     shares, start = ExpertTensorGroup(over_etp, "moe"), time.monotonic()
     try:
-        own = dispatcher.dispatch(x, ids, w)
-        rows = shares.dispatch(own.x_MD, own.ids_MK, own.weights_MK, own.num_slots)
-        dispatcher.combine(shares.combine(rows.x_MD, rows), own)
+        for tokens in [good] * ("again" in what) + [(x, ids)]:
+            own = dispatcher.dispatch(*tokens, w)
+            rows = shares.dispatch(own.x_MD, own.ids_MK, own.weights_MK, own.num_slots)
+            dispatcher.combine(shares.combine(rows.x_MD, rows), own)
     except TrimtabError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - start
     return "nothing", time.monotonic() - start
@@ -90,10 +79,9 @@ def calls_on_rank(pipe: Connection, transport: str, killed: str, cases: list[tup
     pipe.poll(DEADLINE)
 
 
-DESYNC = (
-    r"DesyncError: \[layer moe(\.experts)?, rank [01], phase (route|count)\] in the group where rank [01] is global "
-)
+DESYNC = r"DesyncError: \[layer moe(.experts)?, rank [01], phase (route|count)\] in the group where rank [01] is "
 INPUT = r"InputError: \[layer moe, rank 1, phase (route|count|dispatch)\] in the group where rank 1 is global rank 3: "
+SHAPE = INPUT + r"(rank\(s\) 1 were given tensors of the wrong shape|.*tokens must be floating)"
 MISTAKES = {
     ("copy_cost", ALONE): DESYNC + r"rank [13]: .*with another dtype.*ReplicationConfig\(tolerance=None, copy_cost=",
     ("copy_cost", EP): DESYNC + r"rank \d: .*with another dtype.*ReplicationConfig\(tolerance=None, copy_cost=",
@@ -102,15 +90,12 @@ MISTAKES = {
     ("off", EP): r"DesyncError: \[layer moe.*route forward of layer moe,.*count forward of layer moe.experts",
     ("sent", ALONE): DESYNC + r"rank 3: rank\(s\) 1 have other numbers of slots for each expert than",
     ("received", ALONE): DESYNC + r"rank \d: rank\(s\) [01] place replicas of experts by another plan",
-    ("shape", ALONE): INPUT + r"(rank\(s\) 1 were given tensors of the wrong shape|.*tokens must be floating)",
-    ("ids", ALONE): INPUT + r".*slot\(s\) with an expert id outside",
+    **dict.fromkeys([("shape", ALONE), ("shape, again", ALONE), ("plain, shape", ALONE)], SHAPE),
+    **dict.fromkeys([("ids", ALONE), ("plain, ids, again", ALONE)], INPUT + r".*slot\(s\) with an expert id outside"),
     ("plain, fingerprint", ALONE): DESYNC + r"rank [13]: .*with another dtype.*guard on",
-    ("plain, shape", ALONE): INPUT + r"(rank\(s\) 1 were given tensors of the wrong shape|.*tokens must be floating)",
     ("none", ()): r"nothing$",
 }  # fmt: skip
-GONE = (
-    r"PeerLost: \[layer moe, rank 1, phase (route|count)\] .*rank 1 \(global rank 3, .*is gone: its process has ended"
-)
+GONE = r"PeerLost: \[layer moe, rank 1, phase (route|count)\] .*rank 1 \(global rank 3.*is gone: its process has ended"
 
 
 @pytest.mark.xdist_group("ranks4")

@@ -1,44 +1,37 @@
-"""Sequence shards on real ranks: B > 1, lengths that do not divide, fewer positions than ranks, any shard sizes."""
+"""Sequence shards on real ranks: B > 1, lengths that do not divide, fewer positions than ranks, no sequences."""
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from helpers.ranks import run_ranks
-from trimtab.dispatch.sequence_shard import shard, unshard
-from trimtab.errors import InputError
-from trimtab.layout import SequenceLayout
+from trimtab.dispatch.sequence_shard import join_shards, shard, take_shard, unshard
+from trimtab.layout import shard_cuts
 
-LAYOUTS = [(b, length) for b in (0, 1, 3) for length in (0, 1, 3, 8, 17)]
+SHAPES = [(*lead, length, 2) for lead in ((), (0,), (1,), (3,), (2, 2)) for length in (0, 1, 3, 8, 17)]
 
 
 def shards_on_rank() -> None:
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    layouts = [SequenceLayout.even(b, length, ranks) for b, length in LAYOUTS]
-    layouts += [SequenceLayout(batch=2, cuts=(0, *accumulate((7 * r + 3) % 5 for r in range(ranks))))]
-    for layout in layouts:
-        tokens = layout.batch * layout.length
-        full = torch.arange(tokens * 2, dtype=torch.float64).view(tokens, 2).requires_grad_()
-        mine = shard(full, layout, group)
-        all_BL = torch.arange(tokens).view(layout.batch, layout.length)
-        places = [all_BL[:, a:b].flatten().tolist() for a, b in pairwise(layout.cuts)]
-        expected = places[rank]
-        assert mine.shape == (len(expected), 2)
-        assert (mine[:, 0] / 2).tolist() == expected, "wrong rows"
-        back = unshard(mine * (rank + 1), layout, group)
-        owner = torch.zeros(tokens, dtype=torch.float64)
-        for r, tokens_of_r in enumerate(places):
-            owner[tokens_of_r] = r + 1
-        torch.testing.assert_close(back, full.detach() * owner[:, None], rtol=0, atol=0)
-        dy = torch.randn(tokens, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for *lead, length, width in SHAPES:
+        full = torch.arange(torch.Size((*lead, length, width)).numel(), dtype=torch.float64)
+        full = full.view(*lead, length, width).requires_grad_()
+        mine = shard(full, group)
+        cuts = shard_cuts(length, ranks)
+        assert torch.equal(mine, full[..., cuts[rank] : cuts[rank + 1], :]), "wrong rows"
+        back = unshard(mine * (rank + 1), length, group)
+        owner = torch.cat([torch.full((end - start, 1), r + 1.0) for r, (start, end) in enumerate(pairwise(cuts))])
+        torch.testing.assert_close(back, full.detach() * owner, rtol=0, atol=0)
+        dy = torch.randn(full.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         (grad,) = torch.autograd.grad(back, full, dy)
-        torch.testing.assert_close(grad, dy * owner[:, None], rtol=0, atol=0)
-    with pytest.raises(InputError, match="5 tokens"):
-        shard(torch.zeros(5, 2), SequenceLayout.even(1, 4, ranks), group)
+        torch.testing.assert_close(grad, dy * owner, rtol=0, atol=0)
+    uneven = (0, *(rank + 1 for rank in range(ranks - 1)), ranks + 3)
+    full = torch.arange(2.0 * uneven[-1]).view(2, -1, 1)
+    assert torch.equal(join_shards(take_shard(full, uneven, rank), uneven, group), full)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from helpers.cases import PATTERNS, case
+from helpers.exchanges import Said, said_of
 from helpers.forks import start
 from helpers.ranks import _rank_main, come, run_ranks, wait_until
 from trimtab.dispatch import dispatcher as dispatcher_module
@@ -31,7 +32,7 @@ from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.options import CombineMode
 from trimtab.dispatch.shared_memory import SharedMemory, wait_for
 from trimtab.dispatch.transports import Auto
-from trimtab.errors import BackendError, ConfigError, PeerLost, PhaseTimeout
+from trimtab.errors import BackendError, PeerLost, PhaseTimeout
 from trimtab.guard import peers
 from trimtab.guard.guard import Guard
 from trimtab.guard.peers import Introductions
@@ -144,50 +145,39 @@ def test_rows_in_flight_are_nobody_elses_and_their_memory_is_used_again() -> Non
         assert found == dict.fromkeys(found, True)
 
 
-def refused_on_rank() -> dict[str, tuple[str, str]]:
+def refused_on_rank() -> tuple[dict[str, Said], list[tuple[str, str]]]:
     group, rank, said = dist.group.WORLD, dist.get_rank(), {}
-
-    def told(what: str, run: Callable[[], object]) -> None:
-        try:
-            run()
-            said[what] = ("nothing", "")
-        except Exception as error:
-            said[what] = (type(error).__name__, str(error))
-
     x, ids, w, _ = case("random", rank, 2, E, K, D, torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers, "_here", lambda: f"host {rank}")
         patch.setattr(socket, "gethostname", lambda: f"h{rank}")
         shared, auto = SharedMemory(group), Auto(group)
-        told("hosts", lambda: Dispatcher(E, shared).dispatch(x, ids, w))
-        told("auto", lambda: layer(Dispatcher(E, auto), x, ids, w))
-        said["auto chose"] = (type(auto.chosen).__name__, auto.why)
-    on = SharedMemory(group)
-    told("device", lambda: on.handshake(torch.zeros(2, 4, dtype=torch.int64, device="meta" if rank else "cpu")))
-    here = Auto(group, guard=False)
-    told("auto here", lambda: layer(Dispatcher(E, here), x, ids, w))
-    said["auto here chose"] = (type(here.chosen).__name__, here.why)
-    good = SharedMemory(group, guard=Guard(deadline=20.0))
-    layer(Dispatcher(E, good), x, ids, w)
-    message = torch.zeros(2, 4, dtype=torch.int64)
-    told("device later", lambda: good.handshake(message.to("meta") if rank else message))
-    return said
+        said["hosts"] = said_of(lambda: Dispatcher(E, shared).dispatch(x, ids, w))
+        layer(Dispatcher(E, auto), x, ids, w)
+    message = torch.zeros(2, 4, dtype=torch.int64, device="meta" if rank else "cpu")
+    said["device"] = said_of(lambda: SharedMemory(group).handshake(message))
+    here, good = Auto(group, guard=False), SharedMemory(group, guard=Guard(deadline=20.0))
+    for transport in (here, good):
+        layer(Dispatcher(E, transport), x, ids, w)
+    said["device later"] = said_of(lambda: good.handshake(message))
+    return said, [(type(each.chosen).__name__, each.why) for each in (auto, here)]
 
 
 def test_what_cannot_share_memory_is_refused_before_data_moves_on_every_rank() -> None:
-    for rank, said in enumerate(run_ranks(refused_on_rank, 2, deadline=60.0)):
-        kind, text = said["hosts"]
-        assert kind == ConfigError.__name__
-        assert "2 hosts or in as many containers (h0: ranks 0; h1: ranks 1). Use the transport alltoall" in text
-        assert said["auto"] == ("nothing", "")
-        assert said["auto chose"][0] == "AllToAll"
-        assert "on 2 hosts" in said["auto chose"][1]
-        assert said["device"][0] == "ConfigError"
-        assert "the tensors are on cpu, meta, and only those of the CPU can be shared" in said["device"][1]
-        assert said["auto here"] == ("nothing", "")
-        assert said["auto here chose"] == ("SharedMemory", "")
-        assert said["device later"][0] == "BackendError", rank
-        assert "rank 1 brings tensors of meta" in said["device later"][1]
+    for said, ((far, why), here) in run_ranks(refused_on_rank, 2, deadline=60.0):
+        for what, kind, text in (
+            (
+                "hosts",
+                "ConfigError",
+                "2 hosts or in as many containers (h0: ranks 0; h1: ranks 1). Use the transport all",
+            ),
+            ("device", "ConfigError", "the tensors are on cpu, meta, and only those of the CPU can be shared"),
+            ("device later", "BackendError", "rank 1 brings tensors of meta"),
+        ):
+            assert said[what].kind == kind, said[what]
+            assert text in said[what].message
+        assert (far, here) == ("AllToAll", ("SharedMemory", ""))
+        assert "on 2 hosts" in why
 
 
 INSIDE = ("inbox_of", "_part", "take", "turn", "plan_ranks", "experts")
@@ -297,10 +287,7 @@ def unopened_on_rank() -> dict[str, Any]:
             said[f"auto {guard}"] = (type(auto.chosen).__name__, equal, auto.why)
             shared = SharedMemory(group, guard=guard)
             for name in ("first", "again"):
-                try:
-                    layer(Dispatcher(E, shared), x, ids, w)
-                except BackendError as error:
-                    said[f"{name} {guard}"] = (error.ranks, error.message)
+                said[f"{name} {guard}"] = said_of(lambda on=shared: layer(Dispatcher(E, on), x, ids, w))
             said[f"seconds {guard}"] = time.monotonic() - start
     after = Auto(group)
     layer(Dispatcher(E, after), x, ids, w)
@@ -320,11 +307,11 @@ def test_a_rank_that_cannot_open_the_others_memory_is_agreed_on() -> None:
             assert (chosen, equal) == ("AllToAll", True)
             assert why == every[0][f"auto {guard}"][2]
             assert "rank 1 cannot open" in why
-            ranks, text = said[f"first {guard}"]
-            assert ranks == (1,)
-            assert "rank 1 cannot open what its peers share: [Errno 13] Permission denied: '/proc/" in text
-            assert text.endswith("see each other in /proc; use the transport alltoall where they do not")
-            assert "was given up on rank" in said[f"again {guard}"][1]
+            first, again = said[f"first {guard}"], said[f"again {guard}"]
+            assert first[:2] == ("BackendError", (1,))
+            assert "rank 1 cannot open what its peers share: [Errno 13] Permission denied: '/proc/" in first.message
+            assert first.message.endswith("see each other in /proc; use the transport alltoall where they do not")
+            assert "was given up on rank" in again.message
             assert said[f"seconds {guard}"] < 15.0
         assert said["after"] == "SharedMemory"
         assert said["closed"]

@@ -176,7 +176,7 @@ STACKS = {
         "/x/trimtab/dispatch/route.py:combine",
         "/x/trimtab/dispatch/route.py:forward",
     ),
-    "ordered": frames("/x/trimtab/dispatch/route.py:combine_slots", "/x/trimtab/dispatch/route.py:forward"),
+    "ordered": frames("/x/trimtab/dispatch/route.py:combine", "/x/trimtab/dispatch/route.py:forward"),
     "slots": frames("/x/trimtab/dispatch/all_to_all.py:combine", "/x/trimtab/dispatch/replica_route.py:gather"),
     "copies": frames("/x/trimtab/dispatch/all_to_all.py:dispatch", "/x/trimtab/dispatch/replica_route.py:send"),
     "home": frames(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.comparing import cut
+from helpers.comparing import assert_close, cut
 from helpers.pair_truth import TRUTHS
+from helpers.pairs import Pair, Subject
 from trimtab.errors import ConfigError
 from trimtab.experts.activations import ACTIVATIONS, Activation, activation_of, clamped
 from trimtab.experts.module import ExpertMLP
@@ -73,21 +74,11 @@ class SoftplusGate(Activation):
 def test_an_activation_from_outside_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts train with it, every gradient as autograd's, and who misspells it is told which there are."""
     monkeypatch.setitem(ACTIVATIONS, "softplus_gate", SoftplusGate)
-    experts = ExpertMLP(4, 6, 5, activation="softplus_gate", bias=True, dtype=torch.float64)
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(9, 6, generator=g, dtype=torch.float64, requires_grad=True)
-    ids = torch.randint(-1, 3, (9, 2), generator=g)  # dropped slots, and an expert without rows
-    w = torch.rand(9, 2, generator=g, dtype=torch.float64, requires_grad=True)
-    dy = torch.randn(9, 6, generator=g, dtype=torch.float64)
-    wanted = [x, w, *experts.parameters()]
-    found = torch.autograd.grad(experts(x, ids, w), wanted, dy)
-    y = torch.zeros_like(x)
-    for token, slot in (ids >= 0).nonzero().tolist():
-        e = int(ids[token, slot])
-        pre = torch.einsum("gfd,d->gf", experts.gate_up[e], x[token]) + experts.gate_up_bias[e]
-        h = torch.nn.functional.softplus(pre[0]) * pre[1]
-        y = y.index_add(0, torch.tensor([token]), (w[token, slot] * (experts.down[e] @ h + experts.down_bias[e]))[None])
-    for one, true in zip(found, torch.autograd.grad(y, wanted, dy), strict=True):
-        torch.testing.assert_close(one, true, rtol=1e-12, atol=1e-12)
+    monkeypatch.setitem(TRUTHS, "softplus_gate", SoftplusGate().forward)
+    subject = Subject(Pair(module="mlp", weights="bias", activation="softplus_gate", dtype=torch.float64))
+    truth = subject.truth()
+    for name, value in subject.run(subject.trained).items():
+        assert value is not None
+        assert_close(value, truth[name], 1e-12, name)
     with pytest.raises(ConfigError, match=r"activation 'softplus' is not one of .*'softplus_gate'"):
         ExpertMLP(4, 6, 5, activation="softplus")

@@ -30,31 +30,6 @@ def deliver(p: nn.Parameter, mode: str, value: float) -> torch.Tensor:
     return gradient.close()
 
 
-def test_off_gives_the_gradient_itself_and_leaves_main_grad_alone() -> None:
-    p = param()
-    assert torch.equal(deliver(p, "off", 2.0), torch.full((2, 3), 2.0).bfloat16())
-    assert torch.equal(p.main_grad, torch.full((2, 3), 5.0))
-    assert not hasattr(p, "grad_added_to_main_grad")
-
-
-@pytest.mark.parametrize("value", [2.0, 0.0])  # zero is what an expert without tokens gives
-def test_accumulate_adds_and_overwrite_replaces_stale_values(value: float) -> None:
-    p = param()
-    deliver(p, "accumulate", value)
-    assert torch.equal(p.main_grad, torch.full((2, 3), 5.0 + value))
-    deliver(p, "overwrite", value)
-    assert torch.equal(p.main_grad, torch.full((2, 3), value))
-
-
-@pytest.mark.parametrize("mode", ["accumulate", "overwrite"])
-def test_the_dummy_has_the_parameters_shape_and_dtype_and_is_not_main_grad(mode: str) -> None:
-    p = param()
-    dummy = deliver(p, mode, 2.0)
-    assert p.grad_added_to_main_grad is True
-    assert (dummy.shape, dummy.dtype) == (p.shape, p.dtype)
-    assert dummy.data_ptr() != p.main_grad.data_ptr()
-
-
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("mode", ["accumulate", "overwrite"])
 def test_zero_out_wgrad_zeroes_the_dummy_and_never_main_grad(mode: str) -> None:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from helpers.comparing import relative_error
-from helpers.linear_truth import true_results
-from helpers.pair_truth import LOW
-from helpers.pairs import Pair, Subject
+from helpers.pair_truth import LOW, linear_truth
 from helpers.recipe_cases import RECIPES
 from helpers.stand_ins import PAIRS
-from trimtab.errors import BackendError, InputError
+from trimtab.errors import BackendError
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.recipes import MXFP8, FP8Rowwise, RecipeState
@@ -28,35 +26,6 @@ G, A, B, M, K = 4, 128, 256, 13, 2
 def both(recipe: Any, **options: Any) -> tuple[GroupedLinear, ExpertMLP]:
     torch.manual_seed(0)
     return GroupedLinear(G, A, B, recipe=recipe, **options), ExpertMLP(G, A, A, recipe=recipe, bias=True, **options)
-
-
-@pytest.mark.parametrize("main_grad", ["off", "accumulate", "overwrite"])
-@pytest.mark.parametrize("name", ["", *LOW])
-def test_delayed_gradients_are_the_same_bits(name: str, main_grad: str) -> None:
-    for module, weights in (("linear", "separate+bias"), ("mlp", "plain"), ("mlp", "bias")):
-        pair = {"module": module, "weights": weights, "recipe": name, "main_grad": main_grad}
-        now, later = (Subject(Pair(**pair, delayed=delayed)) for delayed in (False, True))
-        found = [subject.run(subject.trained) for subject in (now, later)]
-        assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
-
-
-@pytest.mark.parametrize("name", ["", "fp8_current"])
-def test_delayed_gradients_wait_for_their_turn_and_come_once(name: str) -> None:
-    _, mlp = both(LOW[name][0] if name else None, delay_wgrad=True, main_grad="accumulate")
-    for param in (mlp.gate_up, mlp.down):
-        param.main_grad = torch.zeros_like(param)
-    x, ids, dy = torch.randn(M, A), torch.randint(0, G, (M, K)), torch.randn(M, A)
-    outputs = [mlp(x, ids, torch.ones(M, K)) for _ in range(2)]
-    for i, y in enumerate(outputs):
-        y.backward(dy * (i + 1))
-    assert all(p.grad is None for p in mlp.parameters())
-    assert not mlp.gate_up.main_grad.any()
-    mlp.backward_dw()
-    first = mlp.gate_up.main_grad.clone()
-    mlp.backward_dw()
-    torch.testing.assert_close(mlp.gate_up.main_grad, 3 * first, rtol=1e-5, atol=1e-5)
-    with pytest.raises(InputError, match="without a backward before it"):
-        mlp.backward_dw()
 
 
 def shapes_only(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
@@ -128,8 +97,8 @@ def test_a_recipe_of_one_s_own_multiplies_what_its_state_returns() -> None:
     x, dy, sizes = torch.randn(8, A, requires_grad=True), torch.randn(8, B), [1, 0, 5, 2]
     y = layer(x, sizes)
     y.backward(dy)
-    truth = true_results(x, layer.weight, None, dy, sizes)
-    for got, true in ((y, 8 * truth.y), (x.grad, 12 * truth.dx), (layer.weight.grad, 6 * torch.stack(truth.dw))):
+    true_y, dx, dw, _ = linear_truth(x, layer.weight, torch.zeros(4, B), dy, sizes)
+    for got, true in ((y, 8 * true_y), (x.grad, 12 * dx), (layer.weight.grad, 6 * dw)):
         assert relative_error(got, true) < 1e-5
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
+from helpers.pair_modules import quantize
 from helpers.replicated_case import HOME, D, F, Lent, Meeting, P, Rows, in_threads, joined, part_of, rows_of
 from trimtab.experts.lora import add_adapter, set_adapter
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.product import Product
-from trimtab.experts.quantized import FORMATS, scales_of
 
 ROWS = (13, 7, 0)
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -40,21 +40,6 @@ def drawn(mlp: ExpertMLP) -> None:
         for name, param in mlp.named_parameters():
             if name.endswith("_b"):
                 param.normal_(0, 0.1)
-
-
-def coded(name: str) -> Callable[[ExpertMLP], None]:
-    """Codes that somebody else has made."""
-
-    def change(mlp: ExpertMLP) -> None:
-        mlp.codes = name, mlp.down.dtype
-        for own in mlp.parameter_names[:2]:
-            codes = torch.randint(0, 120, mlp.get_parameter(own).shape)[..., :: FORMATS[name].per_byte].to(torch.uint8)
-            few = torch.randint(117, 120, scales_of(codes, name))
-            scales = few.to(torch.uint8) if name == "mxfp4" else few / 120000
-            setattr(mlp, own, torch.nn.Parameter(codes, requires_grad=False))
-            setattr(mlp, f"{own}_scales", torch.nn.Parameter(scales, requires_grad=False))
-
-    return change
 
 
 def freeze(*names: str) -> Callable[[ExpertMLP], None]:
@@ -138,8 +123,8 @@ MODULES: dict[str, tuple[dict[str, Any], Callable[[ExpertMLP], Any]]] = {
     "two adapters": ({}, two_adapters),
     "int8": ({}, lambda mlp: mlp.quantize_("int8")),
     "nf4, biased": ({"bias": True}, lambda mlp: mlp.quantize_("nf4")),
-    "fp8": ({"activation": "gelu", "bias": True}, coded("fp8")),
-    "mxfp4": ({}, coded("mxfp4")),
+    "fp8": ({"activation": "gelu", "bias": True}, lambda mlp: quantize(mlp, "fp8")),
+    "mxfp4": ({}, lambda mlp: quantize(mlp, "mxfp4")),
     "nf4, adapter": ({}, lambda mlp: one_adapter(mlp.quantize_("nf4"))),
 }
 

@@ -153,20 +153,6 @@ def test_however_slots_fall(kernels: CompiledKernels, empty: str) -> None:
         check(at(13, 16, 24, weights, empty, activation=activation), kernels)
 
 
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("empty", EMPTY)
-@pytest.mark.parametrize("activation", TRUTHS)
-def test_every_activation_fused_and_block_by_block(
-    activation: str, empty: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = [at(13, 16, 24, weights, empty, activation=activation) for weights in ("plain", "bias", f"{T}+bias")]
-    for pair, dtype in product(made, (F32, B16)):
-        check(replace(pair, dtype=dtype))
-    monkeypatch.setattr(on_cpu, "covers", lambda p: False)
-    for pair in made:
-        check(replace(pair, dtype=F32))
-
-
 @pytest.mark.parametrize("pair", [*SHAPES, *CODED[::3]], ids=str)
 @pytest.mark.parametrize("products", INSTRUCTIONS)
 def test_the_processor_has_the_bits_of_the_emulation(products: str, pair: Pair) -> None:

@@ -30,7 +30,10 @@ from trimtab.dispatch.transport import Transport
 from trimtab.errors import first_line
 from trimtab.experts import plan as plans
 from trimtab.experts.plan import ExpertPlan
-from trimtab.layout import SequenceLayout, segment_offsets
+from trimtab.layout import segment_offsets
+
+Layout = tuple[int, tuple[int, ...]]
+"""Sequences, and the cuts of each over the ranks."""
 
 
 class Wrong(Exception):
@@ -68,7 +71,7 @@ def check(cases: Sequence[Case]) -> str | None:
         layout = None
         if truth.shape.lengths is not None:
             batch = truth.case_T.shape[0] // max(sum(truth.shape.lengths), 1)
-            layout = SequenceLayout(batch=batch, cuts=(0, *accumulate(truth.shape.lengths)))
+            layout = batch, (0, *accumulate(truth.shape.lengths))
         turns = Turns(truth.shape.ranks)
         try:
             outcomes = turns.run(lambda rank: _rank(rank, turns, truth, layout))
@@ -99,7 +102,7 @@ def _transport(rank: int, turns: Turns, kind: str) -> Transport | None:
     return MemoryTransport(turns, rank) if kind == "direct" else _Gathered(MemoryGroup(turns, rank))
 
 
-def _rank(rank: int, turns: Turns, truth: Truth, layout: SequenceLayout | None) -> Outcome:
+def _rank(rank: int, turns: Turns, truth: Truth, layout: Layout | None) -> Outcome:
     """The layer on one rank, as a model runs it."""
     shape = truth.shape
     if layout is None:
@@ -110,8 +113,7 @@ def _rank(rank: int, turns: Turns, truth: Truth, layout: SequenceLayout | None) 
     else:
         every = torch.arange(truth.case_T.shape[0])
         index_T, x, ids, w, dy, real = (
-            sequence_shard.take_shard(t, layout, rank)
-            for t in (every, truth.x_TD, truth.ids_TK, truth.w_TK, truth.dy_TD, truth.real_T)
+            _sharded(t, *layout, rank) for t in (every, truth.x_TD, truth.ids_TK, truth.w_TK, truth.dy_TD, truth.real_T)
         )
     x.requires_grad_()
     w.requires_grad_()
@@ -133,11 +135,19 @@ def _rank(rank: int, turns: Turns, truth: Truth, layout: SequenceLayout | None) 
     y.backward(dy)  # type: ignore[no-untyped-call]
     y_full = y.detach()
     if layout is not None:
-        y_full = sequence_shard.join_shards(y_full, layout, cast(Any, MemoryGroup(turns, rank)))
+        (batch, cuts), group = layout, cast(Any, MemoryGroup(turns, rank))
+        y_full = y_full.view(batch, cuts[rank + 1] - cuts[rank], shape.width)
+        y_full = sequence_shard.join_shards(y_full, cuts, group).flatten(0, 1)
     return Outcome(
         index_T=index_T, rows=rows, plan=plan, y_rows=y_rows.detach(), y=y.detach(), y_full=y_full,
         dx_rows=_grad(rows.x_MD), dy_rows=_grad(y_rows), dx=_grad(x), dw=_grad(w),
     )  # fmt: skip
+
+
+def _sharded(t: Tensor, batch: int, cuts: tuple[int, ...], rank: int) -> Tensor:
+    """This rank's positions of every sequence, of flat tokens [T, *]."""
+    mine = sequence_shard.take_shard(t.view(batch, cuts[-1], t.shape[1:].numel()), cuts, rank)
+    return mine.view(batch * (cuts[rank + 1] - cuts[rank]), *t.shape[1:])
 
 
 def _grad(t: Tensor) -> Tensor:
@@ -146,11 +156,11 @@ def _grad(t: Tensor) -> Tensor:
     return t.grad
 
 
-def _compare(truth: Truth, outcomes: list[Outcome], layout: SequenceLayout | None) -> None:
+def _compare(truth: Truth, outcomes: list[Outcome], layout: Layout | None) -> None:
     for rank, o in enumerate(outcomes):
         if layout is not None:
-            all_BL = torch.arange(layout.batch * layout.length).view(layout.batch, layout.length)
-            places = all_BL[:, slice(*layout.cuts[rank : rank + 2])].flatten()
+            batch, cuts = layout
+            places = torch.arange(batch * cuts[-1]).view(batch, cuts[-1])[:, slice(*cuts[rank : rank + 2])].flatten()
             _same(f"rank {rank}: tokens of its shard", o.index_T, places)
     order_T = torch.cat([o.index_T for o in outcomes])
     for rank, o in enumerate(outcomes):

@@ -21,19 +21,12 @@ Fails = Callable[[Sequence[Case]], bool]
 
 def shrink(cases: Sequence[Case], fails: Fails, *, tries: int = 2000) -> Cases:
     """The smallest cases found within `tries` runs that still fail, whatever the way in which they fail."""
-    smallest = tuple(cases)
-    left = tries
-    progress = True
-    while progress and left > 0:
-        progress = False
-        for smaller in _smaller(smallest):
-            left -= 1
-            if fails(smaller):
-                smallest, progress = smaller, True
-                break
-            if left <= 0:
-                break
-    return smallest
+    smallest: Cases | None = tuple(cases)
+    left = iter(range(tries))
+    while smallest is not None:
+        found = smallest
+        smallest = next((smaller for smaller, _ in zip(_smaller(found), left, strict=False) if fails(smaller)), None)
+    return found
 
 
 def _smaller(cases: Cases) -> Iterator[Cases]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from unittest.mock import patch
 
@@ -22,7 +22,6 @@ from trimtab.errors import InputError
 from trimtab.experts import plan
 from trimtab.experts.plan import ExpertPlan
 from trimtab.kernels.rows import Csr
-from trimtab.layout import SequenceLayout
 
 
 def test_what_ships_has_no_failure_and_every_case_is_run() -> None:
@@ -116,9 +115,9 @@ def misaligned_offset() -> AbstractContextManager[object]:
 
 
 def batch_one_offset() -> AbstractContextManager[object]:
-    def bad(x: Tensor, layout: SequenceLayout, rank: int) -> Tensor:
-        start = sum(layout.tokens(r) for r in range(rank))
-        return x[start : start + layout.tokens(rank)].contiguous()
+    def bad(x: Tensor, cuts: Sequence[int], rank: int) -> Tensor:
+        start, end = (cut * x.shape[0] for cut in cuts[rank : rank + 2])
+        return x.flatten(0, 1)[start:end].reshape(x.shape[0], cuts[rank + 1] - cuts[rank], x.shape[2]).contiguous()
 
     return patch.object(sequence_shard, "take_shard", bad)
 

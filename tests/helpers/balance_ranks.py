@@ -86,7 +86,7 @@ def trained(model: Any, options: dict[str, Any], micro_batches: list[dict[str, T
         optimizer.step()
         kept["loads"].append(balance.step())
         kept["losses"].append({name: float(value) for name, value in balance.losses.items()})
-        kept["counted"].append(loads.take())
+        kept["counted"].append(torch.cat([*loads.take().values()]))
         kept["biases"].append({name: b.clone() for name, b in model.named_buffers() if name.endswith("bias")})
     return kept
 

@@ -6,8 +6,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,15 +19,15 @@ from trimtab.verify.topologies import Topology
 from trimtab.verify.trimtab_impl import Impl
 from trimtab.verify.truth import LayerWeights, Sizes
 
+Spoil = Callable[[Outcome, int, int], Any]
+"""(what came of a step, rank, step) -> what is said of it."""
+
 
 class _Broken(Impl):
     """`given` may change what a rank is given, `spoil` what came of a step: where K = 2, on two ranks."""
 
-    def given(self, share: Share, rank: int) -> None:
-        pass
-
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        return outcome
+    def __init__(self, spoil: Spoil = lambda o, *_: o, given: Callable[[Share, int], Any] = lambda *_: None) -> None:
+        self.spoil, self.given = spoil, given
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
         subject = super().build(place, sizes, weights)
@@ -39,101 +41,53 @@ class _Subject:
     def step(self, share: Share) -> Outcome:
         self.steps += 1
         self.broken.given(share, self.rank)
-        return self.broken.spoil(self.subject.step(share), self.rank, self.steps)
+        outcome: Outcome = self.broken.spoil(self.subject.step(share), self.rank, self.steps)
+        return outcome
 
 
-class OffByOneImpl(_Broken):
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        down = outcome.grads["0.down"]
-        assert down is not None
-        down = down.clone()
-        down[1, 2, 3] += rank
-        return replace(outcome, grads={**outcome.grads, "0.down": down})
+def _off_by_one(o: Outcome, rank: int, step: int) -> Outcome:
+    down = torch.as_tensor(o.grads["0.down"]).clone()
+    down[1, 2, 3] += rank
+    return replace(o, grads={**o.grads, "0.down": down})
 
 
-class NoGradientImpl(_Broken):
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        return replace(outcome, grads={**outcome.grads, "0.up": None})
-
-
-class AtHomeImpl(_Broken):
-    """All is computed at home, whatever was asked for."""
-
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        return replace(outcome, copied=[torch.zeros_like(copied) for copied in outcome.copied or []])
-
-
-class UnevenImpl(_Broken):
-    """A rank has one slot more than the mean, and another one less."""
-
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        return replace(outcome, slots=[slots + torch.tensor([1, -1]) for slots in outcome.slots or []])
-
-
-class FlakyImpl(_Broken):
+def _flaky(o: Outcome, rank: int, step: int) -> Outcome:
     """The last bit of one output changes from run to run."""
-
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        y = outcome.y.detach().clone()
-        if step % 2 == 0:
-            y[0, 0, 0] = torch.nextafter(y[0, 0, 0], torch.tensor(9.0))
-        return replace(outcome, y=y)
+    y = o.y.detach().clone()
+    if step % 2 == 0:
+        y[0, 0, 0] = torch.nextafter(y[0, 0, 0], torch.tensor(9.0))
+    return replace(o, y=y)
 
 
-class HangsImpl(_Broken):
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        if rank == 1:
-            time.sleep(600)
-        return outcome
-
-
-class DiesImpl(_Broken):
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return outcome
-
-
-class LeavesImpl(_Broken):
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        return sys.exit(0) if rank == 1 else outcome
-
-
-class RaisesAloneImpl(_Broken):
-    """One rank raises where the others wait for it."""
-
-    def given(self, share: Share, rank: int) -> None:
-        if rank == 1:
-            raise KeyError("no such slot")
-
-
-class OverwritesImpl(_Broken):
-    """Computes with other numbers than it was given, and puts them where those were."""
-
-    def given(self, share: Share, rank: int) -> None:
-        share.x_BlD.mul_(2)
-        share.dy_BlD.zero_()
-
-
-class WidensImpl(_Broken):
+def _wider(o: Outcome, rank: int, step: int) -> Outcome:
     """The right numbers in another dtype, and a gradient that nobody asked for."""
-
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        grads = {**outcome.grads, "7.up": torch.zeros(3)}
-        return replace(outcome, y=outcome.y.double(), dx=outcome.dx.double(), grads=grads)
+    return replace(o, y=o.y.double(), dx=o.dx.double(), grads={**o.grads, "7.up": torch.zeros(3)})
 
 
-class RaisesOnceImpl(_Broken):
-    """One rank raises in the first case alone, when all have done their part; what follows has the same sizes."""
+def _raise(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("no such slot")
 
-    def __init__(self) -> None:
-        self.raised = False
 
-    def spoil(self, outcome: Outcome, rank: int, step: int) -> Outcome:
-        if rank == 1 and not self.raised:
-            self.raised = True
-            raise KeyError("no such slot")
-        return outcome
+def _once() -> Spoil:
+    """In the first case alone, when all have done their part; what follows has the same sizes."""
+    left = [_raise]
+    return lambda o, rank, step: (left.pop()(rank) if rank == 1 and left else None, o)[1]
+
+
+OffByOneImpl, FlakyImpl, WidensImpl = (partial(_Broken, spoil) for spoil in (_off_by_one, _flaky, _wider))
+NoGradientImpl = partial(_Broken, lambda o, *_: replace(o, grads={**o.grads, "0.up": None}))
+AtHomeImpl = partial(_Broken, lambda o, *_: replace(o, copied=[torch.zeros_like(c) for c in o.copied or []]))
+UnevenImpl = partial(_Broken, lambda o, *_: replace(o, slots=[s + torch.tensor([1, -1]) for s in o.slots or []]))
+HangsImpl = partial(_Broken, lambda o, rank, _: (time.sleep(600 * rank), o)[1])
+DiesImpl = partial(_Broken, lambda o, rank, _: os.kill(os.getpid(), signal.SIGKILL) if rank else o)
+LeavesImpl = partial(_Broken, lambda o, rank, _: sys.exit(0) if rank else o)
+RaisesAloneImpl = partial(_Broken, given=lambda share, rank: _raise(rank))  # where the others wait for it
+OverwritesImpl = partial(_Broken, given=lambda share, _: (share.x_BlD.mul_(2), share.dy_BlD.zero_()))
+
+
+def RaisesOnceImpl() -> Impl:
+    return _Broken(_once())
 
 
 class LacksImpl(Impl):

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.distributed import DistributedConfig
 
 import trimtab.integrations.transformers
-from trimtab.integrations.transformers.quantized.params import quantize_matrices
+from trimtab.integrations.transformers.quantized import quantize_matrices
 
 from .ep_ranks import full, quiet
 
@@ -53,7 +53,8 @@ def local(value: Any) -> Tensor:
 
 def count_quantized() -> list[int]:
     """Counts from now on the matrices that this process quantizes."""
-    from trimtab.integrations.transformers.quantized import conversion, params
+    from trimtab.integrations.transformers import quantized
+    from trimtab.integrations.transformers.quantized import conversion
 
     count = [0]
 
@@ -61,6 +62,6 @@ def count_quantized() -> list[int]:
         count[0] += value.numel() // (value.shape[-1] * value.shape[-2])
         return quantize_matrices(value, name, transposed=transposed)
 
-    for module in (params, conversion):
+    for module in (quantized, conversion):
         module.quantize_matrices = counting  # type: ignore[attr-defined]
     return count

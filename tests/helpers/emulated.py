@@ -20,9 +20,7 @@ INSTEAD = Path(__file__).with_suffix(".h")
 DEFINES = (
     f'TRIMTAB_EMULATE_BF16="{INSTEAD}"',
     f"EMULATED_{hashlib.sha256(INSTEAD.read_bytes()).hexdigest()}",  # another one is compiled anew
-    'TRIMTAB_STRAIGHT=(std::getenv("BROUGHT")!=nullptr?0:NR)',
 )
-"""The environment says which way few rows go: a weight's rows brought, or read where they lie."""
 NANS = 0x7FC07FC0
 MARGIN = 64
 
@@ -46,7 +44,7 @@ def emulated(products: str | None = None, *, poison: bool = True) -> CompiledKer
     wide = compiled_kernels().instructions == "AVX-512"
     if not wide and products != "widened":
         pytest.skip("without AVX-512 a compiler takes too long for what emulates bfloat16's instructions")
-    kernels = CompiledKernels(products=products, defines=DEFINES if wide else DEFINES[2:])
+    kernels = CompiledKernels(products=products, defines=DEFINES if wide else ())
     return _poisoned(kernels) if poison else kernels
 
 

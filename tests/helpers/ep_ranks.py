@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import trimtab.integrations.transformers
 from trimtab.errors import TrimtabError
-from trimtab.integrations.transformers.replicated_params import average_replicated
-from trimtab.integrations.transformers.trainer.replica_counts import replicating_dispatchers
+from trimtab.integrations.transformers.lora import average_replicated
+from trimtab.integrations.transformers.model_loads import replicating_dispatchers
 
 from .ep_case import Case, Router, batches, freeze
 from .families import LOADED_WRONG_WHEN_SHARDED, experts_modules, forward, model_class, save_model

@@ -1,6 +1,4 @@
-"""What experts must do on a GPU, as functions of the device: test_gpu_experts.py calls them on CUDA, and
-
-tests/experts/test_gpu_checks.py calls those that mean something there on the CPU, so that they are known to run.
+"""What experts must do on a GPU, as functions of the device, for tests/gpu.
 
 Legend: R rows, G groups, A in features, B out features, D model dim, F hidden dim, E experts, K slots per row.
 """
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.comparing import assert_close, gradients
-from helpers.linear_truth import true_results
+from helpers.pair_truth import linear_truth
 from trimtab import oracle
 from trimtab.experts.linear import GroupedLinear
 from trimtab.experts.module import ExpertMLP
@@ -88,9 +86,9 @@ def linear_is_true(case: LinearCase) -> None:
     layer, x, dy = linear(case)
     weight = layer.weights[0] if case.single else torch.stack(layer.weights)
     bias = layer.biases[0] if case.single else torch.stack(layer.biases)
-    truth = true_results(x.cpu(), weight.cpu(), bias.cpu(), dy.cpu(), list(case.sizes))
+    y, dx, dw, db = linear_truth(x.cpu(), weight.cpu(), bias.cpu(), dy.cpu(), list(case.sizes))
     stale = 3.0 if case.main_grad == "accumulate" else 0.0
-    wanted = {"y": truth.y, "dx": truth.dx, "dw": torch.stack(truth.dw) + stale, "db": torch.stack(truth.db)}
+    wanted = {"y": y, "dx": dx, "dw": dw + stale, "db": db}
     for name, value in run(case).items():
         assert_close(value, wanted[name], BOUNDS[case.dtype], f"{case}: {name}")
 

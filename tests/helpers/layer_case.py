@@ -6,12 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from helpers.comparing import assert_close, cut
 from helpers.router_truth import truth_losses, truth_weights
 from trimtab import oracle
+from trimtab.dispatch.all_to_all import AllToAll
+from trimtab.dispatch.dispatcher import Dispatcher
+from trimtab.dispatch.options import CombineMode
 from trimtab.moe import MoE, MoEConfig, MoEOutput
 from trimtab.routing.config import RouterConfig
 
@@ -47,6 +51,30 @@ def build(dtype: torch.dtype = torch.float32, layer: str = "moe", **more: Any) -
         if moe.router.expert_bias is not None:
             moe.router.expert_bias.copy_(torch.randn(E, generator=g))
     return moe
+
+
+def parted(moe: MoE, combine: CombineMode = "sum") -> MoE:
+    """The layer, left with this rank's experts of all."""
+    experts, share = moe.experts, own_share()
+    for name, param in list(experts.named_parameters()):
+        setattr(experts, name, nn.Parameter(param.detach()[share].clone()))
+    experts.num_experts = share.stop - share.start
+    moe.dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD), combine=combine, layer=moe.dispatcher.layer)
+    return moe
+
+
+def own_share() -> slice:
+    rank, e = dist.get_rank(), E // dist.get_world_size()
+    return slice(rank * e, rank * e + e)
+
+
+def parted_results(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`results` of the whole layer on each rank, as the parted one has them: an expert sees the rows of all ranks."""
+    for name in whole:
+        if "experts" in name:
+            dist.all_reduce(whole[name])
+            whole[name] = whole[name][own_share()]
+    return whole
 
 
 def truth(moe: MoE, p: dict[str, Tensor], x: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:

@@ -43,6 +43,7 @@ class Layout:
 
     data: "none" reduces gradients by hand; "hsdp2" has experts over two dims, too.
     dtype: of the parameters and of what comes in. compute, reduce: FSDP2's mixed precision, "" where it is not asked.
+    lora: three adapters, see `layout_truth.build`.
     """
 
     ep: int = 1
@@ -62,6 +63,7 @@ class Layout:
     compute: str = ""
     reduce: str = ""
     replicate_experts: Any = "off"
+    lora: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -79,7 +81,7 @@ class Layout:
     @property
     def truth(self) -> dict[str, Any]:
         """What the values depend on."""
-        return {"bias": self.bias, "activation": self.activation}
+        return {"bias": self.bias, "activation": self.activation, "lora": self.lora}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -136,8 +138,7 @@ class Ranks:
             join_data_parallel(model, flat, self.experts["edp"])
         self.flat = flat
         experts = [layer["moe"].experts for layer in model.layers if o.main_grad != "off"]
-        self.replicas = 0
-        self.fused = [param for module in experts for param in (module.gate_up, module.down)]
+        self.replicas, self.fused = 0, [param for module in experts for param in (module.gate_up, module.down)]
 
     def mine(self, length: int) -> list[int]:
         """The positions that this rank is given, of any sequence."""
@@ -205,6 +206,9 @@ class Ranks:
         """Whole gradients of the mean loss. Without data parallelism they are reduced by hand here."""
         found = {}
         for name, param in self.model.named_parameters():
+            if ".idle." in name or not param.requires_grad:
+                assert param.grad is None, name
+                continue
             fused = any(param is p for p in self.fused)
             assert not fused or param.grad_added_to_main_grad  # type: ignore[attr-defined]
             grad = param.main_grad if fused else param.grad  # type: ignore[attr-defined]
@@ -238,7 +242,7 @@ def solve_all(world: int, plan: list[tuple[Layout, list[Case]]]) -> bytes:
     for layout, cases in plan:
         dp = world // (layout.cp * layout.tp)
         for case in cases:
-            key = (case, dp, layout.bias, layout.activation)
+            key = (case, dp, *layout.truth.values())
             if key not in solved:
                 solved[key] = solve(case, dp, **layout.truth)
     return packed(solved)
@@ -251,7 +255,7 @@ def run_plan(plan: list[tuple[Layout, list[Case]]], truths: bytes) -> dict[Layou
     for layout, cases in plan:
         ranks = Ranks(layout, meshes)
         for case in cases:
-            truth = solved[case, ranks.dp, layout.bias, layout.activation]
+            truth = solved[case, ranks.dp, *layout.truth.values()]
             for name, error in ranks.step(case, truth).items():
                 errors.setdefault(layout, {})[f"{case} {name}"] = error
         check_replicated(ranks.runner)

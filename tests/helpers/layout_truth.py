@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from helpers.comparing import cut
+from helpers.layer_case import ACTIVATIONS
 from trimtab import oracle
+from trimtab.experts.lora import add_adapter, in_use, set_adapter
 from trimtab.moe import MoEConfig
+from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.routing.config import RouterConfig
 
 E, D, F, K, LAYERS = 4, 8, 8, 2, 2
@@ -84,11 +88,34 @@ class Model(nn.Module):
         return h, losses
 
 
-def build(dtype: torch.dtype, **config: Any) -> Model:
-    """The same values for every layout, exact in float32."""
+def build(dtype: torch.dtype, lora: bool = False, **config: Any) -> Model:
+    """The same values for every layout, exact in float32. lora: an adapter of each expert, one that all share, and one
+    that is idle; b is not where it begins, at zero."""
     torch.manual_seed(5)
     model = Model(torch.float32, **config)
+    for name, shared in (("own", False), ("shared", True), ("idle", False)) if lora else ():
+        for param in add_adapter(model, name, rank=3, shared=shared):
+            param.data.normal_().mul_(0.25)
+    if lora:
+        set_adapter(model, "own", "shared")
     return model.to(dtype)
+
+
+def spread(model: Any, pattern: str, etp: bool, **options: Any) -> Any:
+    """The layers that match over all ranks, which share F where `etp`, else the experts."""
+    ranks = dist.get_world_size()
+    names = ("etp", "ep") if etp else ("ep",)
+    mesh = init_device_mesh("cpu", (ranks, 1) if etp else (ranks,), mesh_dim_names=names)
+    return parallelize(model, mesh, {pattern: ExpertParallel(etp="etp" if etp else None, **options)})
+
+
+def adapted(experts: Any, name: str) -> Tensor:
+    """A weight with what its active adapters add."""
+    weight: Tensor = experts.get_parameter(name)
+    for adapter in in_use(experts):
+        a, b = (adapter.get_parameter(f"{name}_{kind}") for kind in "ab")
+        weight = weight + adapter.scale * (b.flatten(1, -2) @ a).view(len(b), *weight.shape[1:])
+    return weight
 
 
 def data_of(case: Case, d: int, micro: int) -> Batch:
@@ -110,7 +137,7 @@ def solve(case: Case, dp: int, **config: Any) -> Solved:
     batches = [[data_of(case, d, micro) for d in range(dp)] for micro in range(case.micros)]
     xs = [[b.x.clone().requires_grad_() for b in step] for step in batches]
     runs = [[_forward(model, x, b) for x, b in zip(*both, strict=True)] for both in zip(xs, batches, strict=True)]
-    names = [name for name, _ in model.named_parameters()]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and ".idle." not in name}
     routers = [f"layers.{i}.moe.router" for i in range(LAYERS)]
     counts = [[_counts(run.ids[i] for run in step) for step in runs] for i in range(LAYERS)]
     tokens = [sum(int(run.real.sum()) for run in step) for step in runs]
@@ -123,7 +150,7 @@ def solve(case: Case, dp: int, **config: Any) -> Solved:
         values.append(float(loss.detach()))
         balance = balance + loss
     own = sum((run.y * b.dy).sum() for s, t in zip(runs, batches, strict=True) for run, b in zip(s, t, strict=True))
-    leaves = [*(x for step in xs for x in step), *model.parameters()]
+    leaves = [*(x for step in xs for x in step), *trained.values()]
     every: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
     first = torch.autograd.grad(own, leaves, retain_graph=True, **every)
     second = torch.autograd.grad(balance, leaves, **every) if balance.requires_grad else [g * 0 for g in first]
@@ -132,7 +159,7 @@ def solve(case: Case, dp: int, **config: Any) -> Solved:
         y=[[run.y.detach() for run in step] for step in runs],
         losses=values,
         dx=[[pairs.pop(0) for _ in step] for step in xs],
-        grads=dict(zip(names, pairs, strict=True)),
+        grads=dict(zip(trained, pairs, strict=True)),
         tokens=sum(tokens),
         counts={name: sum(counts[i]).long() for i, name in enumerate(routers)},
     )
@@ -163,8 +190,8 @@ def _forward(model: Model, x: Tensor, b: Batch) -> _Run:
         e, act = moe.experts, ACTIVATIONS[moe.config.activation]
         up = "gate_up" if e.gated else "up"
         y = oracle.moe(
-            h, ids, w, e.get_parameter(up), e.down, up_bias_EI=getattr(e, f"{up}_bias"), down_bias_ED=e.down_bias,
-            activation=act, token_mask_T=real.reshape(-1),
+            h, ids, w, adapted(e, up), adapted(e, "down"), activation=act, token_mask_T=real.reshape(-1),
+            up_bias_EI=getattr(e, f"{up}_bias"), down_bias_ED=e.down_bias,
         )  # fmt: skip
         if moe.shared is not None:
             y = y + (act(h @ moe.shared.up.weight.T) @ moe.shared.down.weight.T) * real.reshape(-1, 1)
@@ -197,13 +224,3 @@ def _balance(step: list[_Run], i: int, counts: Tensor, of_step: Tensor, tokens: 
             here = slice(b * length, (b + 1) * length)
             total = total + c["sequence_aux"] * E * (_share(_counts([run.ids[i][here]])) * p[here]).sum()
     return total / max(tokens, 1)
-
-
-def clamped(pre: Tensor) -> Tensor:
-    """gpt-oss's numbers: clamped at 7, alpha 1.702."""
-    gate, up = pre.chunk(2, -1)
-    gate, up = cut(gate, 7), cut(up, 7, -7)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-
-
-ACTIVATIONS = {"swiglu": oracle.swiglu, "clamped_swiglu": clamped, "relu_squared": lambda pre: pre.relu().square()}

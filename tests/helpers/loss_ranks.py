@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.router_truth import truth_losses
-from trimtab.layout import SequenceLayout
+from trimtab.layout import shard_cuts
 from trimtab.routing.balance import set_totals
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
@@ -88,7 +88,7 @@ def on_ranks() -> dict[str, float]:
         # Every sequence cut over the ranks, unevenly; positions fewer than ranks leave some rank without.
         for length in (1, 7):
             x, mask = data(31, 3, length, 0.3)
-            cuts = SequenceLayout.even(3, length, ranks).cuts
+            cuts = shard_cuts(length, ranks)
             mine = slice(cuts[rank], cuts[rank + 1])
             router = make(kind)
             router.groups = LossGroups(sequence=world)

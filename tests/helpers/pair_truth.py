@@ -32,6 +32,16 @@ def by_expert(rows_SI: Tensor, w_EOI: Tensor, e_S: Tensor) -> Tensor:
     return torch.cat([part @ w_OI.t() for part, w_OI in zip(parts, w_EOI, strict=True)])
 
 
+def linear_truth(x_RI: Tensor, w_EOI: Tensor, b_EO: Tensor, dy_RO: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """A grouped linear map in float64: y, and the gradients of x, w and b. Rows behind the last segment are zero in y
+    and dx, and count nowhere else."""
+    leaves = [t.detach().double().requires_grad_() for t in (x_RI, w_EOI, b_EO)]
+    used, e_S = sum(sizes), torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    y = by_expert(leaves[0][:used], leaves[1], e_S) + leaves[2][e_S]
+    grads = torch.autograd.grad(y, leaves, dy_RO[:used].detach().double())
+    return torch.cat([y.detach(), y.new_zeros(len(x_RI) - used, y.shape[1])]), *grads
+
+
 def _clamped(alpha: float, limit: float, shift: float, gate: Tensor, up: Tensor) -> Tensor:
     gate, up = cut(gate, limit), cut(up, limit, -limit)
     return (up + shift) * gate * torch.sigmoid(alpha * gate)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import trimtab.integrations.transformers
-from trimtab.integrations.transformers.replicated_params import average_replicated
+from trimtab.integrations.transformers.lora import average_replicated
 
 from .ep_case import Case, freeze
 from .ep_ranks import REPLICATED, full, load, quiet

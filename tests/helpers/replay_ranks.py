@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.decisions import record, replay
+from trimtab.integrations.transformers.routers.observe import record, replay
 from trimtab.routing.replay import Decisions
 
 from .ep_case import Case, batches

@@ -5,23 +5,17 @@ Legend: P ranks, E experts, e = E / P local ones, T tokens of all ranks, K exper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trimtab.dispatch.options import PARTS, ReplicationConfig
-from trimtab.errors import ConfigError
-from trimtab.layout import experts_per_rank
-from trimtab.validation import check_sizes
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaBounds:
+class ReplicaBounds(NamedTuple):
     """The most that any rank has in one call, whatever the router says.
 
-    expert_rows: slots that it computes, its own experts' and replicas' together; either may have them all. Segments
-        that are padded to an alignment have up to (alignment - 1) more for each of the 2e experts.
+    expert_rows: slots that it computes, its own experts' and replicas' together; either may have them all.
     rows: rows that it receives, one per token that needs one of its experts or replicas.
-    replicas: experts of other ranks that it is sent.
-    replicas_sent: replicas of its own experts that it sends.
+    replicas: experts of other ranks that it is sent. replicas_sent: replicas of its own experts that it sends.
     """
 
     expert_rows: int
@@ -32,28 +26,16 @@ class ReplicaBounds:
 
 def replica_bounds(
     config: ReplicationConfig, *, tokens: int, top_k: int, num_experts: int, ranks: int
-) -> ReplicaBounds:
+) -> ReplicaBounds:  # fmt: skip
     """The bounds of any call with at most so many tokens on all ranks together, those that share F included.
 
     A rank computes at most ceil(T K / P) slots and the tolerance of that: the plan moves whatever is above, and fewer
     slots, as where some are dropped, have no larger cap. A received row has a slot here and a token of its own.
     Replicas come to a rank at most e, see `rule`; and what a donor gives is cut at most where one of
     its e experts or one of its P - 1 receivers begins.
-
-    Raises:
-        ConfigError: there is no tolerance, so that the cap depends on the counts; sizes that do not fit.
     """
-    check_sizes(top_k=top_k, ranks=ranks)
-    check_sizes(0, tokens=tokens)
-    e = experts_per_rank(num_experts, ranks)
-    if config.parts is None:
-        raise ConfigError("replicate_experts='auto' has no sizes known before routing: give a tolerance, such as 0.1")
-    slots = tokens * top_k
+    assert config.parts is not None, "without a tolerance the cap depends on the counts"
+    e, slots, more = num_experts // ranks, tokens * top_k, ranks > 1
     mean = -(-slots // ranks)
     most = min(mean + mean * config.parts // PARTS, slots)
-    return ReplicaBounds(
-        expert_rows=most,
-        rows=min(most, tokens),
-        replicas=e if ranks > 1 else 0,
-        replicas_sent=min(e * (ranks - 1), e + ranks - 2) if ranks > 1 else 0,
-    )
+    return ReplicaBounds(most, min(most, tokens), e * more, min(e * (ranks - 1), e + ranks - 2) * more)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,35 +50,34 @@ def test_without_a_compiler_the_loop_runs_and_the_reason_is_given(monkeypatch: p
         KernelChoice("cpu").on(CPU, torch.float32)
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'no room for AVX' >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.fixture
+def fails(alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
+    """A compiler that says something and ends with a code, and notes its calls in the file that is returned."""
+
+    def make(says: str, code: int = 3) -> Path:
+        broken, calls = tmp_path / "c++", tmp_path / "calls"
+        broken.write_text(f"#!/bin/sh\necho called >> {calls}\nprintf '{says}' >&2\nexit {code}\n")
+        broken.chmod(0o755)
+        monkeypatch.setenv("CXX", str(broken))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        return calls
+
+    return make
+
+
+def test_a_compiler_that_fails_is_quoted(fails: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    fails("no room for AVX")
     with pytest.warns(UserWarning, match="no room for AVX"):
         assert KernelChoice("auto").on(CPU, torch.float32).name == "torch"
-    monkeypatch.setenv("CXX", "there-is-no-such-compiler")
     for named in ("there-is-no-such-compiler", "  ", "'g++"):
         monkeypatch.setenv("CXX", named)
         with pytest.raises(BackendError, match=f"CXX={re.escape(repr(named))} is no program"):
             compiler.find_compiler()
 
 
-def a_compiler_that_fails(folder: Path, says: str, *, code: int = 3) -> Path:
-    broken = folder / "c++"
-    broken.write_text(f"#!/bin/sh\necho called >> {folder}/calls\nprintf '{says}' >&2\nexit {code}\n")
-    broken.chmod(0o755)
-    return broken
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_compiler_that_fails_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_asked_once(fails: Callable[..., Path]) -> None:
     """Not once per layer: 48 layers would wait for it 48 times."""
-    monkeypatch.setenv("CXX", str(a_compiler_that_fails(tmp_path, "line 1\nerror: two\nline 3")))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    said = []
+    calls, said = fails("line 1\nerror: two\nline 3"), []
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         with pytest.raises(BackendError) as caught:
             KernelChoice("cpu").on(CPU, dtype)
@@ -85,23 +85,19 @@ def test_a_compiler_that_fails_is_asked_once(monkeypatch: pytest.MonkeyPatch, tm
     assert len(set(said)) == 1
     assert "\nerror: two" in said[0]
     assert not any(other in said[0] for other in ("line 1", "line 3"))
-    assert (tmp_path / "calls").read_text().split() == ["called"]
+    assert calls.read_text().split() == ["called"]
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_compiler_that_makes_nothing_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", str(a_compiler_that_fails(tmp_path, "", code=0)))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_compiler_that_makes_nothing_is_asked_once(fails: Callable[..., Path]) -> None:
+    calls = fails("", 0)
     for _ in range(2):
         with pytest.raises(BackendError, match=r"cannot be kept in .*made\.so"):
             KernelChoice("cpu").on(CPU, torch.float32)
-    assert (tmp_path / "calls").read_text().split() == ["called", "called"]  # to compile, and to link
+    assert calls.read_text().split() == ["called", "called"]  # to compile, and to link
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CXX", str(a_compiler_that_fails(tmp_path, "collect2: bad value")))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_disk_without_room_is_named(fails: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    fails("collect2: bad value")
     monkeypatch.setattr(errors, "LEAST_FREE", 1 << 62)
     with pytest.raises(BackendError, match=r"collect2: bad value; [0-9.]+ MB are free on the disk of .*cache/trimtab"):
         KernelChoice("cpu").on(CPU, torch.float32)

@@ -10,23 +10,13 @@ import sys
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 
-from mutants import (
-    adapter_bugs,
-    compiled_bugs,
-    dispatch_bugs,
-    expert_bugs,
-    gradient_bugs,
-    input_bugs,
-    replication_bugs,
-    routing_bugs,
-    token_bugs,
-)
+from mutants import dispatch_bugs, expert_bugs, gradient_bugs, replication_bugs, routing_bugs
 from mutants.patching import Mutant as Mutant
 from trimtab.errors import ConfigError
 
 MUTANTS: tuple[Mutant, ...] = (
-    *routing_bugs.MUTANTS, *input_bugs.MUTANTS, *expert_bugs.MUTANTS, *dispatch_bugs.MUTANTS, *token_bugs.MUTANTS,
-    *gradient_bugs.MUTANTS, *compiled_bugs.MUTANTS, *adapter_bugs.MUTANTS, *replication_bugs.MUTANTS,
+    *routing_bugs.MUTANTS, *expert_bugs.MUTANTS, *dispatch_bugs.MUTANTS, *gradient_bugs.MUTANTS,
+    *replication_bugs.MUTANTS,
 )  # fmt: skip
 
 

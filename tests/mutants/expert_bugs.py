@@ -1,163 +1,99 @@
-"""Bugs of the grouped GEMMs and of what is saved between them.
+"""Bugs of the grouped GEMMs and of what is saved between them; and of what is handed to the compiled experts.
 
-Legend: M rows, K slots per row, R expert rows, e local experts, D model dim.
+The compiled kernels' own self-test calls them directly, so it sees nothing of the latter. Where nothing was compiled
+the experts run another way: there these bugs are in no code that runs, and survive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from mutants.patching import Edit, bug
 
-import torch
-from torch import Tensor
-from torch.nn.functional import embedding_bag
+PLAN, FORWARD, COMBINE = "experts.plan:plan_experts", "experts.passes:forward", "kernels.rows:combine_rows"
+STATIC = Edit(PLAN, "static = by_default if static is None else static", "static, num_slots = True, None")
+GATED, VALUES = "experts.activations:_Pointwise", "experts.product:Product._write_values"
+WRITTEN = "self.kernels.grouped_wgrad(rows, d, block, there, add=adds[0])"
+CPU_FORWARD, CPU_BACKWARD, CPU_FIELDS = (f"experts.on_cpu:{name}" for name in ("forward", "backward", "_fields"))
+RUN, RANDOM = "kernels.backward(fields)", "1r-local/random/float32"
 
-from mutants.patching import Mutant, Patches
-from trimtab.experts import mlp, passes
-from trimtab.experts import plan as plans
-from trimtab.experts.activations import SwiGLU
-from trimtab.experts.plan import ExpertPlan, plan_experts
-from trimtab.experts.product import Product
-from trimtab.kernels.api import Block
-from trimtab.kernels.rows import Csr, combine_rows
-from trimtab.kernels.torch_mm import TorchBackend
-
-NAN = float("nan")
-"""Stands for memory that nobody has written: what is left there by chance may well be zeros."""
-
-
-def _swapped_gate(p: Patches) -> None:
-    def swap(pre: Tensor) -> Tensor:
-        return pre.roll(pre.shape[-1] // 2, -1)
-
-    def backward(self: SwiGLU, pre: Tensor, dh: Tensor) -> Any:
-        return swap(back(self, swap(pre), dh))
-
-    back = SwiGLU.backward
-    p.wrap(SwiGLU, "forward", lambda act: lambda self, pre: act(self, swap(pre)))
-    p.put(SwiGLU, "backward", backward)
-
-
-def _tail(p: Patches) -> None:
-    def static(*args: Any, **kwargs: Any) -> ExpertPlan:
-        return plan_experts(*args, **{**kwargs, "static": True, "num_slots": None})
-
-    def combine(rows_RD: Tensor, csr: Csr, weights_R: Tensor | None = None) -> Tensor:
-        summed = combine_rows(rows_RD, csr, weights_R)
-        tail = torch.full_like(rows_RD[int(csr.indptr[-1]) :], NAN)
-        summed[:1] += tail.sum(0)
-        return summed
-
-    p.put(plans, "plan_experts", static)
-    p.put(passes, "combine_rows", combine)
-
-
-def _tail_bag(p: Patches) -> None:
-    def combine(rows_RD: Tensor, csr: Csr, weights_R: Tensor | None = None) -> Tensor:
-        each = None if weights_R is None else weights_R[csr.indices]
-        return embedding_bag(csr.indices, rows_RD, csr.indptr[:-1], mode="sum", per_sample_weights=each)
-
-    def static(*args: Any, **kwargs: Any) -> ExpertPlan:
-        return plan_experts(*args, **{**kwargs, "static": True, "num_slots": None})
-
-    p.put(plans, "plan_experts", static)
-    p.put(passes, "combine_rows", combine)
-
-
-def _none_for_empty(p: Patches) -> None:
-    @p.around(mlp._Experts, "backward")
-    def backward(original: Any, ctx: Any, dy: Tensor) -> Any:
-        call, d_x, d_w, *weights = original(ctx, dy)
-        empty = ctx.call.plan.row_R.shape[0] == 0
-        return call, d_x, d_w, *([None] * len(weights) if empty else weights)
-
-
-def _change_wgrad(p: Patches, change: Callable[[Any, Tensor, Tensor, Tensor], None]) -> None:
-    """change: (what takes a and b and writes a^T b, a, b, how many experts each row is before the layer's last).
-
-    Behind the kernels, whose self-test sees nothing.
-    """
-
-    @p.around(Product, "_write_values")
-    def weight(original: Any, of: Product, a: Tensor, b: Tensor, block: Block) -> None:
-        last = of.offsets_e.shape[0] - 2
-        before = last - torch.arange(block.experts.start, block.experts.stop)
-        before_R1 = before.repeat_interleave(torch.tensor(block.sizes))[:, None]
-        change(lambda a, b: original(of, a, b, block), a, b, before_R1)
-
-
-def _empty_unwritten(p: Patches) -> None:
-    @p.around(Product, "_write_values")
-    def weight(original: Any, of: Product, a: Tensor, b: Tensor, block: Block) -> None:
-        original(of, a, b, block)
-        of.sink.into[0][block.experts][torch.tensor(block.sizes) == 0] = NAN  # type: ignore[union-attr, index]
-
-
-def _last_group(p: Patches) -> None:
-    _change_wgrad(p, lambda do, a, b, before_R1: do(a.masked_fill(before_R1 == 0, 0), b))
-
-
-def _overwritten(p: Patches) -> None:
-    def change(do: Any, a: Tensor, b: Tensor, before_R1: Tensor) -> None:
-        first = torch.arange(len(a))[:, None] < len(a) // 2
-        do(a.masked_fill(~first, 0), b)
-        do(a.masked_fill(first, 0), b)
-
-    _change_wgrad(p, change)
-
-
-def _backward_weight(p: Patches) -> None:
-    @p.around(passes, "backward")
-    def backward(original: Any, *given: Any) -> Any:
-        inner = Patches()
-        inner.wrap(passes, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
-        try:
-            return original(*given)
-        finally:
-            inner.undo()
-
-
-def _bf16_experts(p: Patches) -> None:
-    p.put(TorchBackend, "compute_dtype", lambda self, dtype: torch.bfloat16)
-
-
-def _bf16_sum(p: Patches) -> None:
-    def combine(rows: Tensor, csr: Csr, weights: Tensor | None = None) -> Tensor:
-        narrow = None if weights is None else weights.bfloat16()
-        return combine_rows(rows.bfloat16(), csr, narrow).to(rows.dtype)
-
-    p.everywhere(combine_rows, combine)
-
-
-def _once_per_expert(p: Patches) -> None:
-    def deduped(ids_MK: Tensor, num_experts: int, **kwargs: Any) -> ExpertPlan:
-        same = (ids_MK[:, :, None] == ids_MK[:, None, :]).tril(-1).any(-1)
-        return plan_experts(ids_MK.masked_fill(same, -1), num_experts, **kwargs)
-
-    p.put(plans, "plan_experts", deduped)
-
-
+# fmt: off
 MUTANTS = (
-    Mutant(name="gate_and_up_swapped", patch=_swapped_gate,
-           says="gate and up rows swapped by a converter that shapes cannot tell (transformers#47031)"),
-    Mutant(name="tail_not_zeroed", patch=_tail, look="1r-local/dropped/*",
-           says="rows beyond the last offset are unset and summed as if they were zeros (pytorch#193633)"),
-    Mutant(name="tail_in_last_bag", patch=_tail_bag, look="1r-local/dropped/*",
-           says="what a static plan has behind the last segment joins the last token's sum"),
-    Mutant(name="no_gradient_without_tokens", patch=_none_for_empty, look="1r-local/all_dropped/*",
-           says="experts without tokens get None for a gradient (the gradient contract; DDP hangs on it)"),
-    Mutant(name="empty_expert_unwritten", patch=_empty_unwritten, look="1r-local/cold_rank/*",
-           says="the weight gradient of a zero-size group is never written (pytorch#172439)"),
-    Mutant(name="last_group_skipped", patch=_last_group,
-           says="the weight gradient leaves out the last group"),
-    Mutant(name="wgrad_overwritten", patch=_overwritten,
-           says="weight gradients of an expert's blocks overwrite each other instead of adding up (TE#3019)"),
-    Mutant(name="backward_without_weight", patch=_backward_weight,
-           says="the backward of the combine leaves out the routing weight"),
-    Mutant(name="experts_in_bf16", patch=_bf16_experts,
-           says="experts are cast to bfloat16 in a float32 model (torchtitan, by backend)"),
-    Mutant(name="sum_in_bf16", patch=_bf16_sum,
-           says="a token's experts are summed in bfloat16 (torchtitan, by backend)"),
-    Mutant(name="rows_summed_not_slots", patch=_once_per_expert, look="1r-local/duplicates/*",
-           says="combine sums rows instead of slots: an expert chosen twice counts once"),
-)  # fmt: skip
+    bug("gate_and_up_swapped",
+        "gate and up rows swapped by a converter that shapes cannot tell (transformers#47031)",
+        Edit(f"{GATED}.forward", "gate, up = pre_nI", "up, gate = pre_nI"),
+        Edit(f"{GATED}.backward", "gate, up = pre_nI", "up, gate = pre_nI"),
+        Edit(f"{GATED}.backward", "d_gate, d_up = d_pre", "d_up, d_gate = d_pre")),
+    bug("tail_not_zeroed", "rows beyond the last offset are unset and summed as if they were zeros (pytorch#193633)",
+        STATIC, Edit(FORWARD, "return y, pre_RI", """\
+y[:1] += out_RD[int(p.plan.row_csr.indptr[-1]) :].fill_(float("nan")).sum(0)
+    return y, pre_RI"""), look="1r-local/dropped/*"),
+    bug("tail_in_last_bag", "what a static plan has behind the last segment joins the last token's sum",
+        STATIC, Edit(COMBINE, 'offsets = csr.indptr if rows_nD.device.type == "cpu" else cut_rest(csr)',
+                     "offsets = csr.indptr[:-1]"), look="1r-local/dropped/*"),
+    bug("no_gradient_without_tokens",
+        "experts without tokens get None for a gradient (the gradient contract; DDP hangs on it)",
+        Edit("experts.mlp:_backward", "return (None, dx if need_x", """\
+found = found if call.plan.row_R.shape[0] else [None] * len(found)
+    return (None, dx if need_x"""), look="1r-local/all_dropped/*"),
+    bug("empty_expert_unwritten", "the weight gradient of a zero-size group is never written (pytorch#172439)",
+        Edit(VALUES, WRITTEN, WRITTEN + """
+            target[torch.tensor(block.sizes) == 0] = float("nan")"""), look="1r-local/cold_rank/*"),
+    bug("last_group_skipped", "the weight gradient leaves out the last group",
+        Edit(VALUES, WRITTEN, """\
+group_R = torch.arange(groups.start, groups.stop).repeat_interleave(torch.tensor(block.sizes))
+            rows = rows.masked_fill((group_R == self.offsets_e.shape[0] - 2)[:, None], 0)
+            """ + WRITTEN)),
+    bug("wgrad_overwritten",
+        "weight gradients of an expert's blocks overwrite each other instead of adding up (TE#3019)",
+        Edit(VALUES, WRITTEN, """\
+rows, first = rows.clone(), len(rows) // 2
+            rows[:first] = 0
+            """ + WRITTEN)),
+    bug("backward_without_weight", "the backward of the combine leaves out the routing weight",
+        Edit("experts.passes:backward", "up, down, _ = p.begin()", """\
+up, down, _ = p.begin()
+    p.w_R1.fill_(1)""")),
+    bug("experts_in_bf16", "experts are cast to bfloat16 in a float32 model (torchtitan, by backend)",
+        Edit("kernels.torch_mm:TorchBackend.compute_dtype", "return dtype", "return torch.bfloat16")),
+    bug("sum_in_bf16", "a token's experts are summed in bfloat16 (torchtitan, by backend)",
+        Edit(COMBINE, "each = None if weights_n is None else weights_n[csr.indices]", """\
+dtype, rows_nD = rows_nD.dtype, rows_nD.bfloat16()
+    each = None if weights_n is None else weights_n[csr.indices].bfloat16()"""),
+        Edit(COMBINE, ".detach()", ".detach().to(dtype)")),
+    bug("rows_summed_not_slots", "combine sums rows instead of slots: an expert chosen twice counts once",
+        Edit(PLAN, "ids_MK = wide_ids(ids_MK)", """\
+ids_MK = wide_ids(ids_MK)
+    ids_MK = ids_MK.masked_fill((ids_MK[:, :, None] == ids_MK[:, None, :]).tril(-1).any(-1), -1)"""),
+        look="1r-local/duplicates/*"),
+    bug("compiled_offsets_off_by_one", "the last row of each expert's segment goes through the next expert",
+        Edit(CPU_FIELDS, '"offsets": plan.offsets_e, "x"', """\
+"offsets": torch.cat((plan.offsets_e[:1], (plan.offsets_e[1:-1] - 1).clamp(min=0), plan.offsets_e[-1:])), "x\""""),
+        look=RANDOM),
+    bug("compiled_slots_of_others",
+        "the backward takes each row's weight, and puts its gradient, at another row's slot",
+        Edit(CPU_BACKWARD, RUN, 'kernels.backward(fields | {"slot_R": fields["slot_R"].roll(1)})'), look=RANDOM),
+    bug("compiled_rows_of_others", "the backward gathers another token's row of dy",
+        Edit(CPU_BACKWARD, RUN, 'kernels.backward(fields | {"row_R": fields["row_R"].roll(1)})'), look=RANDOM),
+    bug("compiled_pre_of_last_call",
+        "pre-activations kept with the kernels, not with the call: a second layer overwrites the first one's",
+        Edit(CPU_FORWARD, "return y, pre", """\
+if pre is not None:
+        globals().setdefault("_KEPT", {})[pre.shape, pre.dtype] = pre.clone()
+    return y, pre"""),
+        Edit(CPU_BACKWARD, '"pre": pre.contiguous()', '"pre": _KEPT[pre.shape, pre.dtype]'),
+        look="1r-local/alternating/float32"),
+    bug("compiled_wgrad_onto_garbage", "weight gradients are added to memory that nobody has written",
+        Edit("experts.on_cpu:_written", 'fields |= {f"d_{name}": target, f"type', """\
+if not adds:
+                target.fill_(float("nan"))
+            fields |= {f"d_{name}": target, f"type"""),
+        Edit("experts.on_cpu:_written", "int(adds)}", "1}"), look=RANDOM),
+    bug("compiled_empty_expert_unwritten",
+        "the gradient of `up` of an expert without rows is never written (pytorch#172439)",
+        Edit(CPU_BACKWARD, RUN, RUN + """
+    if fields.get("d_up") is not None:
+        fields["d_up"][fields["offsets"].diff() == 0] = float("nan")"""), look="1r-local/cold_rank/float32"),
+    bug("compiled_ends_of_rows", "a vector loop leaves out the last columns of rows whose width it does not divide",
+        Edit(CPU_FORWARD, "return y, pre", """\
+y[:, y.shape[1] // 8 * 8 :] = 0
+    return y, pre"""), look="1r-local/zipf2/float32"),
+)

@@ -1,99 +1,73 @@
-"""Bugs of the routing decision: scores, weights, order, loads.
-
-Legend: T tokens, K experts per token, E experts.
-"""
+"""Bugs of the routing decision, and with what should not be computed on: padding, dropped slots, bad ids, NaN."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from mutants.patching import Edit, bug
 
-import torch
-from torch import Tensor
+ROUTE, DISPATCH = "routing.router:Router.forward", "dispatch.dispatcher:Dispatcher._dispatch"
+WEIGHTS, LOADS = "chosen, decision.complete)", "loads_E = chosen_E if ids is chosen else count_ids(ids, c.num_experts)"
+SLOT_WEIGHTS, TAKEN = "experts.passes:Pass.begin", "slot_weights(self.w, self.plan)"
 
-from mutants.patching import Mutant, Patches
-from trimtab.experts import passes
-from trimtab.moe import MoEOutput
-from trimtab.parallel.moe import ParallelMoE
-from trimtab.routing import router, scores, select
-from trimtab.routing.decision import Routing
-from trimtab.routing.router import Router
-
-
-def _scores_bf16(p: Patches) -> None:
-    def narrow(of: Callable[[Tensor], Tensor], logits_TE: Tensor) -> Tensor:
-        return of(logits_TE.bfloat16()).to(logits_TE.dtype)
-
-    rows = {name: replace(row, of=partial(narrow, row.of)) for name, row in scores.SCORES.items()}
-    p.put(router, "SCORES", rows)
-
-
-def _detached(p: Patches) -> None:
-    p.wrap(router, "pick_weights", lambda pick: lambda *args, **how: pick(*args, **how).detach())
-
-
-def _k_order(p: Patches) -> None:
-    p.wrap(router, "pick_weights", lambda pick: lambda *args, **how: pick(*args, **how).flip(1))
-
-
-def _high_ties(p: Patches) -> None:
-    @p.around(select, "top")
-    def top(first: Any, scores_TE: Tensor, k: int) -> Tensor:
-        return scores_TE.shape[1] - 1 - first(scores_TE.flip(1), k)
-
-
-def _weights_twice(p: Patches) -> None:
-    p.wrap(passes, "slot_weights", lambda taken: lambda w_MK, plan: taken(w_MK, plan) ** 2)
-
-
-def _weights_nowhere(p: Patches) -> None:
-    p.wrap(passes, "slot_weights", lambda taken: lambda w_MK, plan: torch.ones_like(taken(w_MK, plan)))
-
-
-def _loads_twice(p: Patches) -> None:
-    @p.around(Router, "forward")
-    def forward(route: Any, self: Router, *args: Any, **kwargs: Any) -> Routing:
-        again = route(self, *args, **kwargs)  # as recompute does
-        made: Routing = route(self, *args, **kwargs)
-        return made._replace(loads_E=made.loads_E + again.loads_E)
-
-
-def _loads_of_replicas(p: Patches) -> None:
-    @p.around(ParallelMoE, "forward")
-    def forward(run: Any, self: ParallelMoE, x: Tensor, **kwargs: Any) -> MoEOutput:
-        out: MoEOutput = run(self, x, **kwargs)
-        if self.tp_group is not None and self.shares:
-            torch.distributed.all_reduce(out.loads_E, group=self.tp_group)
-        return out
-
-
-def _loads_of_padding(p: Patches) -> None:
-    @p.around(Router, "forward")
-    def forward(route: Any, self: Router, x_TD: Tensor, *, ids_TK: Tensor | None = None, **kwargs: Any) -> Routing:
-        made: Routing = route(self, x_TD, ids_TK=ids_TK, **kwargs)
-        ids = select.top(made.logits_TE.detach(), self.config.top_k) if ids_TK is None else ids_TK
-        return made._replace(loads_E=scores.count_ids(ids.long(), self.config.num_experts))
-
-
+# fmt: off
 MUTANTS = (
-    Mutant(name="scores_in_bf16", patch=_scores_bf16,
-           says="router scores are rounded to bfloat16 (torchtitan, by backend)"),
-    Mutant(name="detached_weights", patch=_detached,
-           says="combine weights are detached: the router has no gradient (the detached combine)"),
-    Mutant(name="weights_in_wrong_k_order", patch=_k_order,
-           says="the weights of a token's experts come in another order than its experts"),
-    Mutant(name="ties_to_higher_id", patch=_high_ties, look="1r-local/ties/*",
-           says="a tie goes to the higher expert id, as top-k leaves open (NeMo Automodel#3325: near-ties flip)"),
-    Mutant(name="weights_applied_twice", patch=_weights_twice,
-           says="the routing weight is applied in the experts and again in the combine"),
-    Mutant(name="weights_applied_nowhere", patch=_weights_nowhere,
-           says="experts leave the weight to the combine and the combine leaves it to the experts"),
-    Mutant(name="loads_counted_twice", patch=_loads_twice,
-           says="load counters are doubled by recompute (torchtitan, comment on its counters)"),
-    Mutant(name="loads_of_replicas", patch=_loads_of_replicas, look="3r-ep3-tp3-replicated-fsdp/*",
-           says="every tensor-parallel rank counts the tokens of all of them: loads x TP"),
-    Mutant(name="loads_of_padding", patch=_loads_of_padding, look="1r-local/*masked/*",
-           says="padding is kept from dispatch but joins the load counters"),
-)  # fmt: skip
+    bug("scores_in_bf16", "router scores are rounded to bfloat16 (torchtitan, by backend)",
+        Edit(ROUTE, ".of(logits)", ".of(logits.bfloat16()).to(logits.dtype)")),
+    bug("detached_weights", "combine weights are detached: the router has no gradient (the detached combine)",
+        Edit(ROUTE, WEIGHTS, WEIGHTS + ".detach()")),
+    bug("weights_in_wrong_k_order", "the weights of a token's experts come in another order than its experts",
+        Edit(ROUTE, WEIGHTS, WEIGHTS + ".flip(1)")),
+    bug("ties_to_higher_id",
+        "a tie goes to the higher expert id, as top-k leaves open (NeMo Automodel#3325: near-ties flip)",
+        Edit("routing.select:top", "return _top(scores_TE, k)",
+             "return scores_TE.shape[1] - 1 - _top(scores_TE.flip(1), k)"), look="1r-local/ties/*"),
+    bug("weights_applied_twice", "the routing weight is applied in the experts and again in the combine",
+        Edit(SLOT_WEIGHTS, TAKEN, TAKEN + ".square()")),
+    bug("weights_applied_nowhere", "experts leave the weight to the combine and the combine leaves it to the experts",
+        Edit(SLOT_WEIGHTS, TAKEN, TAKEN + ".fill_(1)")),
+    bug("loads_counted_twice", "load counters are doubled by recompute (torchtitan, comment on its counters)",
+        Edit(ROUTE, "loads_E=loads_E", "loads_E=2 * loads_E")),
+    bug("loads_of_replicas", "every tensor-parallel rank counts the tokens of all of them: loads x TP",
+        Edit("parallel.moe:ParallelMoE.forward", "with standing_in(places, summed):\n", """\
+with standing_in(places, summed):
+        out = super().forward(x, token_mask=token_mask, ids=ids)
+        if self.shares:
+            dist.all_reduce(out.loads_E, group=group)
+        return out
+"""), look="3r-ep3-tp3-replicated-fsdp/*"),
+    bug("loads_of_padding", "padding is kept from dispatch but joins the load counters",
+        Edit(ROUTE, LOADS, LOADS + """
+    loads_E = count_ids(plain.topk(c.top_k).indices if ids_TK is None else ids_TK.long(), c.num_experts)"""),
+        look="1r-local/*masked/*"),
+    bug("padding_dispatched", "padding is masked from the losses and loads but still dispatched (Megatron-LM)",
+        Edit("moe:MoE._take", "x_TD = x_TD.masked_fill(~mask_T[:, None], 0)", "pass"),
+        Edit(ROUTE, "real_T = self.config, token_mask_T", "real_T = self.config, None"),
+        Edit(ROUTE, LOADS, LOADS + """
+    if token_mask_T is not None:
+        loads_E = count_ids(ids.masked_fill(~token_mask_T[:, None], -1), c.num_experts)"""),
+        look="2r-ep2-cp2/all_masked/*"),
+    bug("wild_ids_clamped", "an id out of range is clamped to the last expert and nobody is told",
+        Edit(DISPATCH, "if self.transport is None:", """\
+ids_TK = ids_TK.clamp(-1, self.num_experts - 1)
+    if self.transport is None:"""), look="1r-local/bad_id/*"),
+    bug("minus_one_is_last_expert", "the id -1 of a dropped slot wraps around to the last expert",
+        Edit(ROUTE, "self._bring(x_TD.device)", """\
+self._bring(x_TD.device)
+    ids_TK = ids_TK if ids_TK is None else ids_TK.where(ids_TK != -1, self.config.num_experts - 1)"""),
+        look="1r-local/dropped/*"),
+    bug("dropped_to_expert_0", "dropped slots are dispatched to expert 0, with its weight",
+        Edit(ROUTE, "basis = Basis(", """\
+weights, ids = weights.where(ids >= 0, logits.softmax(-1)[:, :1].expand_as(weights)), ids.clamp_min(0)
+    basis = Basis("""), look="1r-local/dropped/*"),
+    bug("nan_weights_pass", "NaN logits route tokens somewhere and train on",
+        Edit("dispatch.checks:_bad", " | (~w_TK.detach().isfinite() & (ids_TK >= 0))", ""),
+        look="1r-local/nan_logits/*"),
+    bug("bad_input_raised_alone",
+        "the rank with the bad input raises and its peers wait for it (a hang that names nobody)",
+        Edit("dispatch.checks:raise_if_bad", "if bad}",
+             "if bad and (not ranked or rank == torch.distributed.get_rank())}"),
+        look="2r-ep2/bad_id/*", hangs=True),
+    bug("dx_of_dropped_tokens", "a token whose slots are all dropped gets the output's gradient instead of zeros",
+        Edit("experts.mlp:_backward", "return (None, dx if need_x", """\
+dx = torch.where((call.plan.row_csr.indptr.diff() == 0)[:, None], dy, dx)
+    return (None, dx if need_x"""), look="1r-local/*dropped/*"),
+)

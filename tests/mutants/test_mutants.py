@@ -7,47 +7,49 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import pytest
 
 from helpers.forks import SERVER
 from mutants import MUTANTS, dispatch_bugs, mutant_named, mutants_named, mutated, score
+from mutants.patching import Edit, defined, function_at
 from mutants.score import cases_for, score_mutants
 from trimtab.errors import ConfigError
 from trimtab.verify.cases import Case, plan_cases
-from trimtab.verify.collect import Verdict
+from trimtab.verify.collect import Status, Verdict
 
 
 def _code() -> dict[tuple[str, str], Any]:
-    """Every attribute of every trimtab module and of the classes in them, by where it is."""
+    """The code of every function of every trimtab module and of the classes in them, by where it is."""
     found: dict[tuple[str, str], Any] = {}
     for module in [m for name, m in sys.modules.items() if name.split(".")[0] == "trimtab"]:
-        for name, value in vars(module).items():
-            found[module.__name__, name] = value
-            if isinstance(value, type) and value.__module__ == module.__name__:
-                found |= {(f"{module.__name__}.{name}", key): part for key, part in vars(value).items()}
+        own = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
+        for value in (part for v in own for part in (v, *(vars(v).values() if isinstance(v, type) else ()))):
+            function = defined(value)
+            if isinstance(function, FunctionType):
+                found[module.__name__, function.__qualname__] = function.__code__
     return found
-
-
-def _changed(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> set[tuple[str, str]]:
-    return {key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)}
 
 
 @pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS])
 def test_a_mutant_changes_the_code_and_undoes_itself(name: str) -> None:
+    places = {edit.where: function_at(edit.where) for edit in mutant_named(name).edits}
     before = _code()
     with mutated(name):
-        changed = _changed(before, _code())
-    assert changed
-    assert not {where for where, _ in changed if where.startswith("trimtab.verify")} - {
-        "trimtab.verify.trimtab_impl",  # what they imported by name: code under test
-        "fuzz.layer",
-    }
-    assert not _changed(before, _code())
+        changed = {key for key, code in _code().items() if before[key] is not code}
+    assert changed == {(f.__module__, f.__qualname__) for f in places.values()}
+    assert _code() == before
     with pytest.raises(KeyError), mutated(name):
         raise KeyError(name)
-    assert not _changed(before, _code())
+    assert _code() == before
+
+
+def test_a_mutant_whose_text_is_gone_does_not_fit() -> None:
+    gone = replace(mutant_named("stale_rows"), edits=(Edit("moe:MoE._take", "no such text", ""),))
+    with pytest.raises(NameError, match=r"stands 0 times in trimtab\.moe:MoE\._take"), gone.applied():
+        pass
 
 
 def test_a_wrong_name_raises() -> None:
@@ -101,48 +103,39 @@ def test_the_ledger_kills() -> None:
     assert scores[5].by.startswith("2r-ep2-replicas/")
 
 
-def test_a_survivor_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = plan_cases("default", 1, only=["1r-local/top1/float32", "1r-local/random/float32"])
-    monkeypatch.setattr(score, "cases_for", lambda mutant, seed: alone)
-    (lives,) = score_mutants(chosen=mutants_named("ties_to_higher_id"))
-    assert not lives.killed
-    assert not lives.by
-    assert mutant_named(lives.name).name == "ties_to_higher_id"
+MISFIT = "rank 0: TypeError: forward() got an unexpected keyword argument 'rows'"
 
 
-def test_a_case_that_fails_anyway_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = plan_cases("default", 1, only=["1r-local/random/float32"])
+@pytest.mark.parametrize(
+    ("status", "said", "anyway", "how"),
+    [
+        ("ok", "", False, ""), ("mismatch", "rank 0: y[3]", True, "fails without the mutant, too: rank 0: y[3]"),
+        ("error", MISFIT, False, f"does not fit the code that it changes: error: {MISFIT}"),
+    ],
+    ids=["survives", "fails anyway", "does not fit"],
+)  # fmt: skip
+def test_what_kills_nothing(
+    status: Status, said: str, anyway: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    only = plan_cases("default", 1, only=["1r-local/random/float32"])
     seen: list[score.MutantScore] = []
 
-    def run(cases: list[Case], *_: Any, mutant: str | None = None, **__: Any) -> Iterator[Verdict]:
-        for case in cases:
-            yield Verdict(case=case, status="mismatch", details=[f"rank 0: wrong with {mutant}"])
+    def run(cases: list[Case], *_: Any, around: Any = None, **__: Any) -> Iterator[Verdict]:
+        yield from (Verdict(case=case, status=status if around or anyway else "ok", details=[said]) for case in cases)
 
-    monkeypatch.setattr(score, "cases_for", lambda mutant, seed: cases)
+    monkeypatch.setattr(score, "cases_for", lambda mutant, seed: only)
     monkeypatch.setattr(score, "run_local", run)
-    (taken_back,) = score_mutants(seen.append, mutants_named("ties_to_higher_id"))
-    assert [s.killed for s in seen] == [True, False]
-    assert taken_back == seen[1]
-    assert taken_back.how == "fails without the mutant, too: rank 0: wrong with None"
+    (found,) = score_mutants(seen.append, mutants_named("ties_to_higher_id"))
+    assert [s.killed for s in seen] == ([True, False] if anyway else [False])
+    assert (found, found.how) == (seen[-1], how)
 
 
 def test_a_mutant_that_a_test_does_not_see_lives_and_one_that_fails_anyway_too() -> None:
     seen = mutant_named("home_gradient_last")
     assert seen.test is not None
-    blind, broken = replace(seen.test, run=os.getpid, args=()), replace(seen.test, args=("no transport",))
+    blind, broken = replace(seen.test, run=os.getpid, args=()), replace(seen.test, ranks=1, args=("no transport",))
     (lives, fails) = (score._score(replace(seen, test=test), 0, 5.0) for test in (blind, broken))
     assert not lives.killed
     assert not lives.how
     assert not fails.killed
     assert fails.how.startswith("fails without the mutant, too: test: KeyError")
-
-
-def test_a_mutant_that_no_longer_fits_has_caught_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    (case,) = cases = plan_cases("default", 1, only=["1r-local/random/float32"])
-    said = "rank 0: TypeError: _tail.<locals>.combine() got an unexpected keyword argument 'rows'"
-    monkeypatch.setattr(score, "cases_for", lambda mutant, seed: cases)
-    failed = Verdict(case=case, status="error", details=[said])
-    monkeypatch.setattr(score, "run_local", lambda *_, **__: (verdict for verdict in [failed]))
-    (found,) = score_mutants(chosen=mutants_named("ties_to_higher_id"))
-    assert not found.killed
-    assert found.how.startswith("does not fit the code that it changes: error: rank 0: TypeError")

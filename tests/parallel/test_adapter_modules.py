@@ -1,4 +1,5 @@
-"""Adapters as parameters of a model: added, chosen, merged, saved, and spread over ranks."""
+"""Adapters as parameters of a model: added, chosen, merged, saved, and spread over ranks. In a training, with
+accumulation and clipping, they are rows of `test_layouts`."""
 
 from __future__ import annotations
 
@@ -6,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import trimtab
 from helpers.ranks import run_ranks
 from trimtab.checkpoint.save_load import load, save
 from trimtab.errors import ConfigError
+from trimtab.parallel.meshes import local_part
 
 E, D, F, T = 4, 16, 24, 11
 
@@ -76,27 +80,6 @@ def test_only_the_active_adapter_and_what_is_not_experts_is_trained() -> None:
     }
 
 
-def test_a_grouped_linear_with_an_adapter_is_one_with_the_delta() -> None:
-    torch.manual_seed(0)
-    linear = trimtab.GroupedLinear(3, 8, 6, dtype=torch.float64)
-    x = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
-    moved(trimtab.add_adapter(linear, rank=2))
-    y = linear(x, [4, 0, 5])
-    y.square().sum().backward()
-    grads = {name: param.grad for name, param in linear.named_parameters() if param.grad is not None}
-    assert set(grads) == {"adapters.default.weight_a", "adapters.default.weight_b"}
-    dx, scale = x.grad, linear.get_submodule("adapters.default").scale
-    a, b = (p.detach().clone().requires_grad_() for p in linear.get_submodule("adapters.default").parameters())
-    weight = linear.weight.detach() + scale * (b @ a)
-    other = x.detach().clone().requires_grad_()
-    groups = torch.tensor([0] * 4 + [2] * 5)
-    true = torch.einsum("ri,roi->ro", other, weight[groups]) + linear.bias.detach()[groups]
-    true.square().sum().backward()
-    for got, expected in ((y, true), (dx, other.grad), (grads["adapters.default.weight_a"], a.grad),
-                          (grads["adapters.default.weight_b"], b.grad)):  # fmt: skip
-        torch.testing.assert_close(got, expected)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -155,6 +138,34 @@ def _after_parallelize(folder: Path) -> None:
 
 def test_before_and_after_parallelize_and_from_one_cut_to_another(tmp_path: Path) -> None:
     run_ranks(_after_parallelize, 2, tmp_path)
+    alone, saved = layer(), layer()
+    moved(trimtab.add_adapter(saved, rank=2))
+    trimtab.add_adapter(alone, rank=2)
+    load(tmp_path, alone)  # one process reads what two wrote
+    assert all(map(torch.equal, alone.parameters(), saved.parameters()))
+
+
+def _dropped() -> None:
+    """Dropout draws the same in each kind of recompute."""
+    found, rank = [], dist.get_rank()
+    recomputed = {"use_reentrant": False, "context_fn": trimtab.replay_in_recompute}
+    for dropout, way in ((0.0, {}), (0.4, {}), (0.4, {"use_reentrant": True}), (0.4, recomputed)):
+        moe, x = layer(), rows().requires_grad_()
+        moved(trimtab.add_adapter(moe, rank=3, dropout=dropout))
+        trimtab.parallelize(moe, init_device_mesh("cpu", (2,)), {"": trimtab.ExpertParallel()})
+        torch.manual_seed(rank)
+        y = checkpoint(lambda x, moe=moe: moe(x).y, x, **way) if way else moe(x).y
+        y.square().sum().backward()
+        grads = [local_part(p.grad) for p in moe.parameters() if p.grad is not None]
+        found.append([x.grad, *grads])
+    plain, kept, *again = found
+    assert len(kept) == 6
+    assert not torch.equal(plain[0], kept[0]), "rows were dropped"
+    assert all(torch.equal(a, b) for other in again for a, b in zip(kept, other, strict=True)), "the same masks"
+
+
+def test_dropout_draws_the_same_when_run_again() -> None:
+    run_ranks(_dropped, 2)
 
 
 def _cut_blocks() -> str:

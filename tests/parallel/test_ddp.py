@@ -40,33 +40,18 @@ class Block(nn.Module):
         return losses
 
 
-class Checkpointed(nn.Module):
-    """Two layers, each of which runs again in a backward within the backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.moe, self.moe2 = nn.Linear(D, D), build(), build()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        for moe in (self.moe, self.moe2):
-            h = h + checkpoint(lambda h, moe=moe: moe(h).y, h, use_reentrant=True)
-        return h.square().sum()
-
-
-class Skipping(nn.Module):
-    """Two layers, of which a call names those that it uses."""
+class Layers(nn.Module):
+    """Two layers, of which a call names those that it uses; again: each runs once more, in a backward within it."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.moe, self.moe2 = nn.Linear(D, D), build(bias=True), build()
 
-    def forward(self, x: Tensor, *used: str) -> dict[str, list[Tensor]]:
+    def forward(self, x: Tensor, *used: str, again: bool = False) -> dict[str, list[Tensor]]:
         h = self.first(x)
-        for name in used:
-            h = h + getattr(self, name)(h).y
+        for moe in (getattr(self, name) for name in used):
+            h = h + (checkpoint(lambda h, moe=moe: moe(h).y, h, use_reentrant=True) if again else moe(h).y)
         return {"loss": [h.square().sum()]}
 
 
@@ -97,8 +82,8 @@ def found_in(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix("module."): getattr(t, "_local_tensor", t).clone() for name, t in found.items()}
 
 
-def truth(of: type[nn.Module] = Block) -> dict[str, Tensor]:
-    model = of()
+def truth() -> dict[str, Tensor]:
+    model = Block()
     each = [gradients(model, rank) for rank in (0, 1)]
     return {name: (each[0][name] + each[1][name]) / 2 for name in each[0]}
 
@@ -130,9 +115,9 @@ SKIPPED: dict[str, list[tuple[Sequence[str], Sequence[str]]]] = {
 
 
 def skipping(rank: int) -> dict[str, float]:
-    model, gaps = wrapped(of=Skipping, options={"find_unused_parameters": True}), {}
+    model, gaps = wrapped(of=Layers, options={"find_unused_parameters": True}), {}
     for name, (*first, last) in SKIPPED.items():
-        one = Skipping()
+        one = Layers()
         for used in (*first, last):
             sum(one(tokens(r), *used[r])["loss"][0] / 2 for r in (0, 1)).backward()
         true = found_in(one)
@@ -184,10 +169,12 @@ def on_rank() -> dict[str, float | list[Tensor]]:
     with model.no_sync():
         loss.backward()
     gaps["after a gradient of the input"] = gap(model, found_in(model))
-    deep, of_deep = wrapped(of=Checkpointed), truth(Checkpointed)
-    loss = deep(tokens(rank))
+    deep, one = wrapped(of=Layers), Layers()
+    loss = deep(tokens(rank), *BOTH, again=True)["loss"][0]
     with deep.no_sync():
         loss.backward()
+    sum(one(tokens(r), *BOTH)["loss"][0] / 2 for r in (0, 1)).backward()
+    of_deep = found_in(one)
     gaps["checkpointed"] = max(relative_error(found_in(deep)[name], of_deep[name]) for name in of_deep)
     gaps["stage"] = gap(model, by_a_stage(wrapped(), rank))
     delayed = wrapped(delay_wgrad=True)

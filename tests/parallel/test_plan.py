@@ -23,14 +23,8 @@ from trimtab.parallel.expert_parallel import ExpertParallel, matches, paralleliz
 from trimtab.parallel.moe import join_data_parallel
 from trimtab.routing.balance import update_bias
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.router import Router
-
-
-def refused(plan: dict[str, ExpertParallel]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        parallelize(Model(torch.float32), init_device_mesh("cpu", (2,)), plan)
-    return str(caught.value)
 
 
 class Doubled(MoE):
@@ -54,13 +48,6 @@ class OfMyOwn(torch.nn.Module):
 
     def losses(self, routing: Routing) -> dict[str, torch.Tensor]:
         return self.inside.losses(routing)
-
-
-def refused_subclass() -> str:
-    layer = Doubled(MoEConfig(dim=8, hidden=8, router=RouterConfig(num_experts=2, top_k=1)))
-    with pytest.raises(ConfigError) as caught:
-        parallelize(layer, init_device_mesh("cpu", (2,)), {"": ExpertParallel()})
-    return str(caught.value)
 
 
 def snapshot(model: torch.nn.Module) -> list[object]:
@@ -138,22 +125,21 @@ def test_a_refused_module_is_as_it_was() -> None:
             assert unchanged, name
 
 
-def on_rank() -> dict[str, str]:
-    style = ExpertParallel()
-    said = {
-        "near": refused({"layer.*.moe": style}),
-        "twice": refused({"layers.*.moe": style, "layers.0.*": style}),
-        "kind": refused({"layers.0.moe.router": style}),
-        "subclass": refused_subclass(),
-    }
-    for refuses in (
-        lambda: parallelize(Model(torch.float32), None, {"layers.*.moe": style}),
-        lambda: ddp(Model(torch.float32), init_device_mesh("cpu", (2,)), dist.group.WORLD),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(ConfigError, match=r"mesh=.* is no DeviceMesh: make one"):
-            refuses()
+def on_rank() -> str:
+    style, mesh, plan = ExpertParallel(), init_device_mesh("cpu", (2,)), {"layers.*.moe": ExpertParallel()}
+    doubled = Doubled(MoEConfig(dim=8, hidden=8, router=RouterConfig(num_experts=2, top_k=1)))
+    for words, refuses in {
+        r"'layer\.\*\.moe' matches no module.*layers\.0\.moe": lambda m: parallelize(m, mesh, {"layer.*.moe": style}),
+        r"'layers\.0\.moe' is matched twice": lambda m: parallelize(m, mesh, plan | {"layers.0.*": style}),
+        "not Router": lambda m: parallelize(m, mesh, {"layers.0.moe.router": style}),
+        "not Doubled": lambda m: parallelize(doubled, mesh, {"": style}),
+        "mesh=None is no DeviceMesh: make one": lambda m: parallelize(m, None, plan),
+        "mesh=<.*> is no DeviceMesh: make one": lambda m: ddp(m, mesh, dist.group.WORLD),
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            refuses(Model(torch.float32))
     torch.manual_seed(1)
-    model = parallelize(Model(torch.float32), init_device_mesh("cpu", (2,)), {"layers.*.moe": style})
+    model = parallelize(Model(torch.float32), mesh, plan)
     check_replicated(model)  # experts differ between the ranks, as they should
     with torch.no_grad():
         router = model.get_parameter("layers.1.moe.router.weight")
@@ -186,9 +172,10 @@ def on_rank() -> dict[str, str]:
     assert torch.equal(*biases)
     assert biases[0].any()
     with pytest.raises(ConfigError, match="before"):
-        parallelize(model, init_device_mesh("cpu", (2,)), {"layers.*.moe": style})
+        parallelize(model, mesh, plan)
     a, b = (model.get_submodule(f"layers.{i}.moe").dispatcher for i in (0, 1))
-    return said | {"drift": str(drifted.value), "shared": str(a.transport is b.transport), "layer": str(a.layer)}
+    assert (a.transport is b.transport, a.layer) == (True, "layers.0.moe")
+    return str(drifted.value)
 
 
 def unlike_on_rank() -> list[str]:
@@ -236,15 +223,9 @@ def test_ranks_compare_their_calls_before_their_losses() -> None:
 
 
 def test_what_is_wrong_is_named() -> None:
-    for said in run_ranks(on_rank, 2):
-        assert "'layer.*.moe' matches no module" in said["near"]
-        assert "layers.0.moe" in said["near"]
-        assert "'layers.0.moe' is matched twice" in said["twice"]
-        assert "not Router" in said["kind"]
-        assert "not Doubled" in said["subclass"]
-        assert "layers.1.moe.router.weight (rank(s) [0]" in said["drift"]
-        assert "layers.0" not in said["drift"]
-        assert (said["shared"], said["layer"]) == ("True", "layers.0.moe")
+    for drift in run_ranks(on_rank, 2):
+        assert "layers.1.moe.router.weight (rank(s) [0]" in drift
+        assert "layers.0" not in drift
 
 
 def test_a_star_stays_within_its_part() -> None:

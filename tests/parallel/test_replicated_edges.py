@@ -39,7 +39,9 @@ def rows() -> torch.Tensor:
     [
         ({"replicate_experts": "on"}, "replicate_experts='on' is neither 'off', 'auto' nor a tolerance"),
         ({"replicate_experts": True}, "tolerance=True"), ({"replicate_experts": -0.1}, "tolerance=-0.1"),
+        ({"replicate_experts": float("nan")}, "tolerance=nan"), ({"replicate_experts": 2000}, "from 0 to 1024"),
         ({"replicate_experts": "auto", "copy_cost": -1}, "copy_cost=-1"), ({"copy_cost": 0.5}, "copy_cost=0.5"),
+        ({"replicate_experts": 0.0, "copy_cost": 2**33}, "at most 2"),
     ],
 )  # fmt: skip
 def test_words_and_numbers_that_are_none(options: dict[str, Any], says: str) -> None:
@@ -111,20 +113,3 @@ def seen_on_rank(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["off", "accumulate"])
 def test_hooks_see_each_parameter_once_and_whole(mode: str) -> None:
     run_ranks(seen_on_rank, 2, mode)
-
-
-def test_a_group_of_one_has_nothing_to_replicate() -> None:
-    assert run_ranks(alone_on_rank, 1) == [True]
-
-
-def alone_on_rank() -> bool:
-    moe, same = build("moe"), build("moe")
-    trimtab.parallelize(
-        moe, init_device_mesh("cpu", (1,)), {"": trimtab.ExpertParallel(replicate_experts=0.0, copy_cost=0)}
-    )
-    x = torch.randn(5, D, dtype=torch.float64)
-    assert (moe.dispatcher.replication, moe.dispatcher.replicated) == (None, None)
-    assert moe.experts.num_experts == E
-    assert moe(x).ids_TK.shape == (5, K)
-    assert moe.experts.down.shape[-1] == F
-    return torch.equal(moe(x).y, same(x).y)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from helpers.comparing import relative_error
+from helpers.comparing import full_value, relative_error
 from helpers.layer_case import D, build
 from helpers.ranks import run_ranks
 from trimtab.experts.linear import GroupedLinear
@@ -36,11 +35,7 @@ class Block(nn.Module):
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, p in model.named_parameters():
-        assert p.grad is not None, name
-        found[name] = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-    return found
+    return {name: full_value(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def on_rank() -> dict[str, float]:
@@ -50,6 +45,7 @@ def on_rank() -> dict[str, float]:
     sharded, spread = copy.deepcopy(alone), copy.deepcopy(alone)
     alone(x).backward()
     truth = whole(alone)
+    assert len(truth) == len(list(alone.parameters()))
     fully_shard(sharded.moe)
     fully_shard(sharded)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("edp", "ep"))
@@ -71,12 +67,8 @@ def test_a_residual_is_added_in_place_under_fsdp2() -> None:
         assert {name: error for name, error in errors.items() if not error <= 2e-6} == {}
 
 
-WAYS = [
-    {"kernels": "torch"},
-    {"kernels": "grouped_mm"},
-    {"dtype": torch.float64},
-    {"recipe": FP8Current(backend="emulated")},
-]
+EMULATED = FP8Current(backend="emulated")
+WAYS = [{"kernels": "torch"}, {"kernels": "grouped_mm"}, {"dtype": torch.float64}, {"recipe": EMULATED}]
 """Through experts that are not one call of C++."""
 
 
@@ -94,36 +86,30 @@ def test_a_result_is_no_view(options: dict[str, Any], shape: tuple[int, ...]) ->
 
 
 def test_a_grouped_linear_s_result_is_no_view() -> None:
-    layer = GroupedLinear(3, 16, 16, recipe=FP8Current(backend="emulated"))
+    layer = GroupedLinear(3, 16, 16, recipe=EMULATED)
     x = torch.randn(5, 16)
     y = layer(x, torch.tensor([2, 0, 3]))
     y += x
     y.sum().backward()
 
 
+LATENT = {"latent_dim": 8}
+
+
 @pytest.mark.parametrize(
     ("options", "hooked"),
-    [
-        ({}, "experts"),
-        ({"latent_dim": 8}, "experts"),
-        ({"latent_dim": 8}, "from_latent"),
-        ({"combine": "ordered"}, "experts"),
-    ],
+    [({}, "experts"), (LATENT, "experts"), (LATENT, "from_latent"), ({"combine": "ordered"}, "experts")],
     ids=str,
 )
 def test_who_has_saved_what_it_was_made_of_is_told_of_a_change(options: dict[str, object], hooked: str) -> None:
     """A hook's loss on a part's result: right if the residual is added elsewhere, refused by torch if in place."""
     found = []
     for in_place in (False, True):
-        moe, penalties = build(**options), list[Tensor]()
+        moe, penalties, refused = build(**options), list[Tensor](), ""
         getattr(moe, hooked).register_forward_hook(lambda _, given, out, to=penalties: to.append(out.square().sum()))
         h = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(2)).requires_grad_()
         y = moe(h).y
-        if in_place:
-            y += h
-        else:
-            y = y + h
-        refused = ""
+        y = y.add_(h) if in_place else y + h
         try:
             (y.sum() + penalties[0]).backward()
         except RuntimeError as error:

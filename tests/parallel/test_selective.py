@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from helpers.comparing import relative_error
-from helpers.layout_truth import D, Model, build
+from helpers.layout_truth import D, Model, build, spread
 from helpers.ranks import run_ranks
 from trimtab.dispatch.options import COMBINE_MODES
 from trimtab.experts.activations import ACTIVATIONS
@@ -57,16 +57,7 @@ def selective_on_rank(replicate_experts: Any) -> dict[str, float]:
     gaps = {}
     for etp in (False, True):
         model = build(torch.float32)
-        mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
-        parallelize(
-            model,
-            mesh,
-            {
-                "layers.*.moe": ExpertParallel(
-                    etp="etp" if etp else None, replicate_experts=replicate_experts, copy_cost=0
-                )
-            },
-        )
+        spread(model, "layers.*.moe", etp, replicate_experts=replicate_experts, copy_cost=0)
         for layer in model.layers:
             layer["moe"].router.groups = LossGroups(batch=dist.group.WORLD, sequence=dist.group.WORLD)
         truth = gradients(model, None)
@@ -160,9 +151,8 @@ def masked_on_rank() -> dict[str, float]:
     for etp, combine, aux in itertools.product((False, True), COMBINE_MODES, (0.0, 0.1)):
         torch.manual_seed(3)
         router = RouterConfig(num_experts=4, top_k=2, aux_loss=aux)
-        mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
         layer = MoEConfig(dim=D, hidden=8, router=router, combine=combine).build()
-        model = parallelize(layer, mesh, {"": ExpertParallel(etp="etp" if etp else None)})
+        model = spread(layer, "", etp)
         layer.router.groups = LossGroups(batch=dist.group.WORLD)
         x = torch.randn(2, 3, D, requires_grad=True)
         mask = torch.ones(2, 3, dtype=torch.bool) if dist.get_rank() else None
@@ -195,9 +185,7 @@ def compiled_on_rank() -> list[int]:
         graphs.append(len(module.graph.nodes))
         return module.forward
 
-    model: nn.Module = build(torch.float32)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-    parallelize(model, mesh, {"layers.*.moe": ExpertParallel()})
+    model: nn.Module = spread(build(torch.float32), "layers.*.moe", etp=False)
     x = torch.randn(2, 3, D)
     y, losses = torch.compile(model, backend=count, fullgraph=True)(x)
     (y.square().sum() + losses).backward()

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from helpers.comparing import relative_error
+from helpers.layout_truth import spread
 from helpers.ranks import run_ranks
 from trimtab import MoEConfig, RouterConfig
-from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 
 D = 16
 TRAINED = {"the experts": ("experts.",), "nothing": (), "the router": ("router.",)}
@@ -25,20 +24,15 @@ def gradients(
     torch.manual_seed(0)
     router = RouterConfig(num_experts=4, top_k=2)
     moe = MoEConfig(dim=D, hidden=8, router=router, bias=True, latent_dim=12, dtype=torch.float64).build("moe")
-    mesh = init_device_mesh("cpu", (2, 1) if etp else (2,), mesh_dim_names=("etp", "ep") if etp else ("ep",))
-    parallelize(
-        moe, mesh, {"": ExpertParallel(etp="etp" if etp else None, replicate_experts=replicate_experts, copy_cost=0)}
-    )
+    spread(moe, "", etp, replicate_experts=replicate_experts, copy_cost=0)
     for name, p in moe.named_parameters():
         p.requires_grad_(name.startswith(trained) if trained else False)
-    torch.manual_seed(1 + mesh.get_rank())
+    torch.manual_seed(1 + torch.distributed.get_rank())
     x = torch.randn(tokens, D, dtype=torch.float64, requires_grad=wants)
     for _ in range(2):  # and the ranks meet again
         moe(x).y.square().sum().backward()
-    found = {name: p.grad for name, p in moe.named_parameters() if p.grad is not None} | (
-        {"x": x.grad} if wants else {}
-    )
-    return {name: getattr(t, "_local_tensor", t).clone() for name, t in found.items() if t is not None}
+    found = {name: p.grad for name, p in (*moe.named_parameters(), ("x", x)) if p.grad is not None}
+    return {name: getattr(t, "_local_tensor", t).clone() for name, t in found.items()}
 
 
 def on_rank(replicate_experts: Any) -> dict[str, float]:

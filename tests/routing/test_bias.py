@@ -131,6 +131,33 @@ def router_of(**options: Any) -> Router:
     return router
 
 
+def counted(scores_TE: Tensor, bias_E: Tensor, real_T: Tensor | None = None) -> Tensor:
+    histogram = torch.zeros(8, BINS, dtype=torch.int64)
+    add_required(histogram, scores_TE, bias_E, K, real_T)
+    return histogram
+
+
+@pytest.mark.parametrize("tokens", [4096, 64])
+def test_the_quantile_is_that_of_what_tokens_require(tokens: int) -> None:
+    """Sorted, here."""
+    scores, bias = skewed(tokens).sigmoid(), torch.linspace(-0.3, 0.4, 8)
+    cutoff = (scores + bias).sort(dim=1, descending=True).values[:, K]
+    solved = (cutoff[:, None] - scores).sort(dim=0).values[round(tokens * K / 8) - 1]
+    width = (0.7 + 2) / BINS
+    found = quantile_bias(counted(scores, bias), bias, K)
+    torch.testing.assert_close(found, solved - solved.mean(), rtol=0, atol=2 * width)
+
+
+def test_parts_are_summed_exactly_and_masked_tokens_left_out() -> None:
+    scores, bias = skewed(100).sigmoid(), torch.linspace(0, 1, 8)
+    real = torch.arange(100) % 3 > 0
+    parts = [counted(scores[a:b], bias, real[a:b]) for a, b in ((0, 40), (40, 40), (40, 100))]
+    whole = counted(scores[real], bias)
+    assert torch.equal(sum(parts), whole)
+    assert whole.sum() == int(real.sum()) * 8
+    assert torch.equal(quantile_bias(torch.zeros_like(whole), bias, K), bias), "no tokens, no change"
+
+
 @pytest.mark.parametrize("score", ["sigmoid", "softmax"])
 def test_the_quantile_rule_balances_skewed_tokens(score: str) -> None:
     """In a few steps, of two micro-batches with masks; recomputed tokens require nothing a second time."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trimtab.decisions import replay
+from trimtab.integrations.transformers.routers.observe import replay
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions

@@ -1,4 +1,5 @@
-"""Observers by themselves, run by run: the balance loss is of the experts that ran, loads are counted once."""
+"""Observers by themselves, run by run: the balance loss is of the experts that ran, loads are counted once; and what
+loads say."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
+from trimtab.routing.loads import load_metrics, load_scalars
 from trimtab.routing.observers import BalanceLosses, Loads
 from trimtab.routing.port import Port, RouterInfo, RouterRun
 
@@ -63,17 +65,47 @@ def test_an_even_load_costs_top_k_and_scores_have_no_z_loss() -> None:
         BalanceLosses(aux_loss=0.0, z_loss=0.1, group=lambda: None).begin({"0": given}, CPU)
 
 
-def test_loads_are_of_layers_end_to_end_and_begin_anew() -> None:
+def test_loads_are_of_real_tokens_that_train_and_begin_anew() -> None:
     found, loads = ports(4, 3), Loads()
     loads.begin({name: port.info for name, port in found.items()}, CPU)
-    ids = torch.tensor([[0, 1], [0, 2], [2, 2]])
+    ids = torch.tensor([[0, 1], [0, 2], [2, -1]])  # expert 1 had no room for the last slot
     for port in found.values():
         logits = torch.zeros(3, port.info.num_experts, requires_grad=True)
-        loads.see(run_of(port, logits, ids, torch.tensor([True, False, True])))
+        run = run_of(port, logits, ids, torch.tensor([True, False, True]))
+        run.chosen_E = run.kept_E.clone().index_fill(0, torch.tensor(1), 2)
+        loads.see(run)
         with torch.no_grad():
             loads.see(run_of(port, logits, ids, None))
-    taken = loads.take()
-    assert taken.tolist() == [1, 1, 2, 0, 1, 1, 2, 0, 0]
-    assert {name: load.tolist() for name, load in loads.split(taken).items()} == {"0": [1, 1, 2, 0], "1": [1, 1, 2]}
-    assert loads.listed(taken.tolist()) == {"0": ([1, 1, 2, 0], 0), "1": ([1, 1, 2], 0)}
-    assert not loads.take().any()
+        loads.see(run)
+    assert loads.records(times=2) == {"0": load_metrics([1, 1, 1, 0], 1), "1": load_metrics([1, 1, 1], 1)}
+    assert not any(load.any() for load in loads.take().values())
+
+
+def test_load_metrics() -> None:
+    assert load_metrics([4, 0, 2, 2], dropped=2) == {
+        "max_vio": 1.0, "dead_experts": 1, "entropy": pytest.approx(0.75), "drop_rate": 0.2,
+        "tokens_per_expert": [4, 0, 2, 2],
+    }  # fmt: skip
+    assert load_metrics([5, 5, 5])["entropy"] == pytest.approx(1.0)
+    nothing = load_metrics([0, 0])
+    assert (nothing["max_vio"], nothing["entropy"], nothing["drop_rate"]) == (0, 0, 0)
+    assert load_metrics([7])["entropy"] == 0
+
+
+@pytest.mark.parametrize("layers", [1, 3, 14, 15, 94])
+@pytest.mark.parametrize("most_keys", [5, 9, 64])
+def test_a_tracker_gets_a_bounded_number_of_keys(layers: int, most_keys: int) -> None:
+    records = {str(n): load_metrics([2 + n, 2, 0, 4], dropped=n) for n in range(layers)}
+    found = load_scalars(records, most_keys)
+    assert len(found) <= most_keys
+    vio = [record["max_vio"] for record in records.values()]
+    assert (found["loads/max_vio"], found["loads/max_vio_mean"]) == (max(vio), pytest.approx(sum(vio) / layers))
+    assert found["loads/dead_experts"] == layers
+    assert found["loads/entropy"] == min(record["entropy"] for record in records.values())
+    assert found["loads/drop_rate"] == max(record["drop_rate"] for record in records.values())
+    single = [int(key.rpartition("/")[2]) for key in found if key.startswith("loads/max_vio/")]
+    assert len(single) == min(layers, (most_keys - 5) // 4)
+    assert all(found[f"loads/max_vio/{n}"] == vio[n] for n in single)
+    if len(single) > 1:
+        assert (single[0], single[-1]) == (0, layers - 1)
+    assert load_scalars({}) == {}

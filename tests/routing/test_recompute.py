@@ -15,8 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from helpers.ranks import run_ranks
 from helpers.recompute_case import Block, D, E, T, compare, grads, micro_batches, on_ranks, perturbed, run, twins
-from trimtab.decisions import record
 from trimtab.errors import InputError
+from trimtab.integrations.transformers.routers.observe import record
 from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import _Tape, replay_in_recompute

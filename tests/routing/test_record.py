@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.comparing import assert_close
-from trimtab.decisions import record, replay
 from trimtab.errors import ConfigError, InputError
+from trimtab.integrations.transformers.routers.observe import record, replay
 from trimtab.moe import MoE, MoEConfig
 from trimtab.routing.config import RouterConfig
+from trimtab.routing.observers import Replayer
+from trimtab.routing.port import Port, RouterInfo, RouterRun
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
+from trimtab.routing.rollouts import lay_out
 
 D, E, K, B, L = 8, 6, 2, 3, 5
 
@@ -180,8 +183,12 @@ def test_cut_and_join() -> None:
 @pytest.mark.parametrize(("dtype", "experts"), [(torch.int8, 200), (torch.int16, 40_000)])
 def test_ids_may_be_narrower_than_the_number_of_experts(dtype: torch.dtype, experts: int) -> None:
     ids = torch.tensor([-3, -1, 0, 127]).view(1, 2, 1, 2)
-    narrow = Decisions(ids=ids.to(dtype), num_experts=experts, layers=("a",)).layer("a")
-    assert (narrow.kept_TK.tolist(), narrow.chosen_TK.tolist()) == ([[-1, -1], [0, 127]], [[1, -1], [0, 127]])
+    narrow = Decisions(ids=ids.to(dtype), num_experts=experts, layers=("a",))
+    replayer, port = Replayer(narrow), Port(RouterInfo(name="a", num_experts=experts, top_k=2, partial=True))
+    replayer.begin({"a": port.info}, torch.device("cpu"))
+    logits = torch.zeros(2, 1)
+    run = RouterRun(port, nn.Module(), ids=logits.long(), logits_TE=logits, scores=lambda: logits, shape=(1, 2))
+    assert replayer.decide(run).tolist() == [[-3, -1], [0, 127]]
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
@@ -205,7 +212,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     more = Decisions(ids=good.ids, num_experts=E + 1, layers=NAMES)
     wider = Decisions(ids=torch.nn.functional.pad(good.ids, (0, 1)), num_experts=E, layers=NAMES)
     for wrong, says in (
-        (renamed, "for the layers ('a', 'b')"), (more, "among 7 experts"), (wider, "of 3 experts per token, but the")
+        (renamed, "for the layers ('a', 'b')"), (more, "among 7 experts, 2 per"), (wider, "6 experts, 3 per token, but")
     ):  # fmt: skip
         with pytest.raises(InputError, match=re.escape(says)), replay(model, wrong):
             pass
@@ -259,3 +266,25 @@ def test_no_tokens_have_decisions_too(tmp_path: Path) -> None:
         assert loaded.ids.shape == (shape[0], 0, 2, K)
         with replay(model, loaded):
             assert model(x).shape == x.shape
+
+
+ROUTERS = [(RouterInfo(name=name, num_experts=E, top_k=K), number) for number, name in enumerate(NAMES)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("missing", range(L + 1))
+def test_rows_of_a_record_lie_where_they_are_known_to_lie(packed: bool, missing: int) -> None:
+    """Those behind a cached prefix, and those of an engine that stopped early, are as many."""
+    rows = torch.rand(L - missing, 2, E).argsort(-1)[..., :K]
+    mask, places = torch.ones(2, L), torch.arange(L).repeat(2)[None]
+    layout = {"attention_mask": None if packed else mask, "position_ids": places if packed else None}
+    lay = partial(lay_out, [None, rows], ROUTERS, 2, counted="auto", **layout)
+    for start in (0, missing):
+        ids = lay(start_len=[0, start]).ids.view(2 * L, 2, K).long()
+        assert torch.equal(ids[L + start : 2 * L + start - missing], rows)
+        assert int((ids >= 0).sum()) == rows.numel()
+    if missing < 2:
+        assert torch.equal(lay(start_len=None).ids, lay(start_len=0).ids)
+    else:
+        with pytest.raises(InputError, match=rf"sample 1: {L - missing} rows for {L} tokens.*start_len="):
+            lay(start_len=None)

@@ -53,25 +53,6 @@ def test_bias_changes_the_choice_and_groups_see_it() -> None:
     assert pick(scores, config, bias=torch.tensor([0.0, 0.0, 1.0, 2.0])).tolist() == [[3, 2]]
 
 
-def test_tokens_that_are_not_real_get_no_expert() -> None:
-    real = torch.tensor([True, False, True])
-    scores = torch.rand(3, E)
-    for name in ("topk", "sinkhorn", "expert_choice", "balanced"):
-        config = RouterConfig(num_experts=E, top_k=2, select=name)
-        ids = pick(scores, config, real=real, training=True)
-        assert (ids[1] == -1).all(), name
-        assert (ids[real] >= 0).any(), name
-
-
-@pytest.mark.parametrize("name", ["topk", "sinkhorn", "expert_choice", "balanced"])
-def test_no_tokens_and_no_real_tokens(name: str) -> None:
-    config = RouterConfig(num_experts=E, top_k=2, select=name)
-    columns = E if name == "expert_choice" else 2
-    assert pick(torch.zeros(0, E), config, training=True).shape == (0, columns)
-    nobody = pick(torch.rand(3, E), config, training=True, real=torch.zeros(3, dtype=torch.bool))
-    assert nobody.tolist() == [[-1] * columns] * 3
-
-
 @pytest.mark.parametrize("few", [-1, FEW])
 def test_nan_counts_as_the_largest(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.routing.select.FEW", few)

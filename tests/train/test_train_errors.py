@@ -17,8 +17,8 @@ from helpers.commands import run_cli, run_python
 from trimtab.cli.main import build_parser, main
 from trimtab.errors import ConfigError
 from trimtab.processes import Interrupted, group_size, module_arguments, signals_raise
-from trimtab.routing import load_picture
-from trimtab.routing.load_picture import draw_loads
+from trimtab.routing import loads
+from trimtab.routing.loads import draw_loads
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.launch import launch
 from trimtab.train.loop import arguments
@@ -225,7 +225,7 @@ def test_a_picture_that_cannot_be_drawn_is_no_failure(tmp_path: Path, monkeypatc
     def broken(*_: Path) -> NoReturn:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr(load_picture, "_draw", broken)
+    monkeypatch.setattr(loads, "_draw", broken)
     assert draw_loads(tmp_path / "metrics.jsonl", tmp_path / "load.png") == "not drawn: RuntimeError: first"
 
 

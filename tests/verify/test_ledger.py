@@ -32,7 +32,7 @@ from trimtab.verify.topologies import (
     QUICK,
     Topology,
     default_topologies,
-    replicating_topologies,
+    further_topologies,
     topologies_for,
     topology_named,
 )
@@ -158,16 +158,16 @@ def test_some_rows_are_of_odd_widths_and_some_arrangements_share_sequences() -> 
 
 def test_replicated_experts_are_asked_for_on_every_number_of_ranks() -> None:
     default = [t for t in default_topologies() if t.replicas != "none"]
-    every = [*default, *replicating_topologies()]
+    every = [*default, *further_topologies()]
     assert {t.ranks for t in every} == set(range(1, 9))
     for axis in ("transport", "combine", "tokens", "data", "codes", "adapter", "rerun", "sink", "frozen", "etp"):
         assert {getattr(t, axis) for t in every} >= {getattr(t, axis) for t in default_topologies()} - {"local"}
-    assert {t.rerun for t in replicating_topologies()} == {"none", "recomputed"}
+    assert {t.rerun for t in further_topologies()} == {"none", "recomputed"}
     cases = plan_cases("full", 8)
     assert len({case.name for case in cases}) == len(cases)
     assert {case.topology for case in cases} == {*default_topologies(), *every}
     (case,) = plan_cases("quick", 8, only=["8r-ep4-fsdp-replicas-recomputed/zipf1/float32"])
-    assert case.topology in replicating_topologies()
+    assert case.topology in further_topologies()
 
 
 def test_where_experts_must_be_copied_is_known_without_asking() -> None:

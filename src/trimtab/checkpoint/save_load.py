@@ -7,12 +7,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.folder import MODEL, Index
@@ -200,7 +199,7 @@ def load(
     Values are overwritten in place; an optimizer's state is made where it is missing, without a step.
 
     At the same layout what follows is bit for bit what would have followed, except under torch's DDP on three ranks or
-    more, which sorts its buckets anew after its first backward. At another layout copies and shares of an expert begin
+    more, which sorts its buckets anew after its first backward. At another layout all ranks that hold an expert begin
     with one state of its recipe; each had its own.
 
     Args:
@@ -247,7 +246,7 @@ def load(
     return Loaded(folder=plan["folder"], index=index, own=own)
 
 
-def _check_model(folder: Path, found: Mapping[str, TensorStorageMetadata], into: Mapping[str, Tensor]) -> None:
+def _check_model(folder: Path, found: Mapping[str, Any], into: Mapping[str, Tensor]) -> None:
     """Raise ConfigError with everything that is wrong."""
     problems = []
     saved = {key for key in found if key.startswith(MODEL)}
@@ -268,12 +267,11 @@ def _check_model(folder: Path, found: Mapping[str, TensorStorageMetadata], into:
 
 def _rank_states(folder: Path, world: int, rank: int, ranks: int, loads: bool) -> list[State]:
     """This rank's own file; where the number of ranks is another those of all, if there are loads to share out."""
-    wanted = [rank] if world == ranks else range(world) if loads else []
-    return [_rank_state(folder / on_disk.rank_file(r)) for r in wanted]
-
-
-def _rank_state(path: Path) -> State:
-    try:
-        return cast(State, torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # what torch.load raises for a damaged file depends on where it is damaged
-        raise unreadable(path, error) from error
+    states = []
+    for number in [rank] if world == ranks else range(world) if loads else []:
+        path = folder / on_disk.rank_file(number)
+        try:
+            states.append(torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:  # what torch.load raises for a damaged file depends on where it is damaged
+            raise unreadable(path, error) from error
+    return states

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,11 +48,6 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             raise InputError(f"{name} is Partial over {value.device_mesh}: reduce it before it is saved")
         found[MODEL + plain_name(name)] = value
     return found
-
-
-def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The name of each parameter; of one that has several, the first."""
-    return {param: plain_name(name) for name, param in unwrapped(model).named_parameters()}
 
 
 def is_transformers_experts(module: nn.Module) -> bool:
@@ -102,7 +96,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 
 
 def optimizer_targets(
-    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, TensorStorageMetadata], groups: Groups
+    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], groups: Groups
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """(tensors to read into, by key; what then gives the optimizer its state and the groups' options). The optimizer is
     not touched before.
@@ -124,7 +118,7 @@ def optimizer_targets(
             f"the checkpoint has the state of {', '.join(sorted(kinds))}, and the optimizer here is {kind}: make one "
             "of that class, or load the model without an optimizer"
         )
-    kept: dict[str, dict[str, TensorStorageMetadata]] = {}
+    kept: dict[str, dict[str, Any]] = {}
     for key, metadata in stored.items():
         if key.startswith(OPTIM):
             name, _, slot = key.removeprefix(OPTIM).rpartition(".")
@@ -168,7 +162,7 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
     return own.__name__ if found is torch.optim.Optimizer else found.__name__
 
 
-def _target(name: str, param: Tensor, held: Any, metadata: TensorStorageMetadata, group: Mapping[str, Any]) -> Tensor:
+def _target(name: str, param: Tensor, held: Any, metadata: Any, group: Mapping[str, Any]) -> Tensor:
     size, dtype = metadata.size, metadata.properties.dtype
     if isinstance(held, Tensor) and held.size() == size and held.dtype == dtype:
         return held
@@ -184,7 +178,8 @@ def _target(name: str, param: Tensor, held: Any, metadata: TensorStorageMetadata
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, str]:
-    names = parameter_names(model)
+    """The name of each parameter; of one that has several, the first."""
+    names = {param: plain_name(name) for name, param in unwrapped(model).named_parameters()}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param not in names:

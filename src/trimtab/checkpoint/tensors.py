@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -65,13 +64,15 @@ def read_dcp(
         )
 
 
-def stored(folder: Path | str) -> dict[str, TensorStorageMetadata]:
+def stored(folder: Path | str) -> dict[str, Any]:
     """Shapes (`size`) and dtypes (`properties.dtype`) by key, of what a checkpoint holds.
 
     Raises InputError where torch's index of it cannot be read.
     """
-    found = metadata_of(Path(folder)).state_dict_metadata
-    return {key: cast(TensorStorageMetadata, value) for key, value in found.items()}
+    try:
+        return dict(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    except Exception as error:  # what a damaged pickle raises depends on where it is damaged
+        raise unreadable(Path(folder) / ".metadata", error) from error
 
 
 def read_tensors(folder: Path | str, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -177,14 +178,6 @@ def errors_of(folder: Path, *, reading: bool = False) -> Iterator[None]:
         if reading:
             raise unreadable(folder, first, f"rank {rank}: ") from error
         raise InputError(f"{folder}: rank {rank}: {type(first).__name__}: {first}{full_disk(folder)}") from error
-
-
-def metadata_of(folder: Path) -> Metadata:
-    """torch's index of a checkpoint's tensors. Raises InputError where it cannot be read."""
-    try:
-        return FileSystemReader(folder).read_metadata()
-    except Exception as error:  # what a damaged pickle raises depends on where it is damaged
-        raise unreadable(folder / ".metadata", error) from error
 
 
 def unreadable(path: Path, error: BaseException, who: str = "") -> InputError:

@@ -58,7 +58,7 @@ def convert(
 ) -> Converted:  # fmt: skip
     """Convert in one process, without a process group or a device.
 
-    Memory: three times gate and up of a layer's experts, and one file of safetensors where that is written.
+    Memory: three times gate and up of a layer's experts.
 
     Args:
         src: a checkpoint of `trimtab.checkpoint`, or the root of several (the latest is meant), for "safetensors"; a
@@ -139,15 +139,10 @@ def write_converted(source: Source, dst: Path, to: str, shard_bytes: int, on_ten
         else:
             folder = work.rename(dst)
     return Converted(
-        folder=folder,
-        files=sorted(path.name for path in folder.iterdir()),
-        record=record,
-        experts=experts,
-        tensors=len(read.infos),
-        nbytes=sum(info.nbytes for info in read.infos.values()),
-        recorded=source.record is not None,
-        optimizer=(len(source.optimizer), sum(source.optimizer.values())),
-    )
+        folder=folder, files=sorted(path.name for path in folder.iterdir()), record=record, experts=experts,
+        tensors=len(read.infos), nbytes=sum(info.nbytes for info in read.infos.values()),
+        recorded=source.record is not None, optimizer=(len(source.optimizer), sum(source.optimizer.values())),
+    )  # fmt: skip
 
 
 def _to_dcp(source: Source, store: TensorStore) -> tuple[TensorStore, Back]:
@@ -159,15 +154,15 @@ def _to_dcp(source: Source, store: TensorStore) -> tuple[TensorStore, Back]:
     state, added = opened.with_ties(model, loaded)
 
     def back(written: TensorStore) -> TensorStore:
-        theirs = opened.without(blocks.to_theirs(written, state), added)
+        theirs = opened.without(blocks.mapped(written, state, to_ours=False), added)
         return Mapped(theirs, saving_steps(model, used, theirs))
 
-    return blocks.to_ours(state), back
+    return blocks.mapped(state, to_ours=True), back
 
 
 def _to_safetensors(source: Source, store: TensorStore) -> tuple[TensorStore, Back]:
     model, blocks = source.model, source.blocks
-    state = blocks.to_theirs(store)
+    state = blocks.mapped(store, to_ours=False)
     opened.check_state(model, state, source.folder)
     repeated = opened.repeated_ties(model, state)
     once = opened.without(state, repeated)
@@ -176,7 +171,7 @@ def _to_safetensors(source: Source, store: TensorStore) -> tuple[TensorStore, Ba
         loaded = Mapped(written, loading_steps(model, mapping_of(model), written))
         theirs, added = opened.with_ties(model, loaded)
         theirs = opened.without(theirs, (name for name in added if name not in repeated))
-        return blocks.to_ours(theirs, store)
+        return blocks.mapped(theirs, store, to_ours=True)
 
     return Mapped(once, saving_steps(model, saved_mapping_of(model), once)), back
 

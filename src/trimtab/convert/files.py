@@ -2,7 +2,7 @@
 
 `SafetensorsFolder` is as transformers' `save_pretrained` writes it, one file or several with an index. Not by torch's
 HuggingFaceStorageReader and -Writer: one reads any safetensors that lie in the folder and no index, the other holds a
-file twice more in memory than `save_file`.
+file three times in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,27 +18,29 @@ from typing import Any
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from trimtab.checkpoint.folder import MODEL, read_index
-from trimtab.checkpoint.tensors import SavePlanner, metadata_of, read_dcp, write_dcp
-from trimtab.convert.tensors import TensorInfo, TensorStore
+from trimtab.checkpoint.tensors import SavePlanner, read_dcp, stored, write_dcp
+from trimtab.convert.tensors import TensorInfo, TensorStore, bits
 from trimtab.errors import InputError, full_disk
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 4 * 10**9
+BLOCK_BYTES = 1 << 24
+"""Of a tensor that is written by rows."""
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
-    "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I32": torch.int32, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64,
 }  # fmt: skip
+"""In the order in which tensors lie in a file, from its end."""
 
 
-class DcpFolder:
+class DcpFolder(TensorStore):
     """The model's tensors of a whole checkpoint folder, by their names in the module.
 
     optimizer: key -> bytes, of every entry that is not the model's.
@@ -54,21 +56,21 @@ class DcpFolder:
             read_index(folder)
         self.infos: dict[str, TensorInfo] = {}
         self.optimizer: dict[str, int] = {}
-        found = metadata_of(folder).state_dict_metadata
-        for key, stored in found.items():
-            if not isinstance(stored, TensorStorageMetadata):
+        found = stored(folder)
+        for key, held in found.items():
+            if not isinstance(held, TensorStorageMetadata):
                 if key.startswith(MODEL):
                     raise InputError(f"{folder}: {key} is no tensor and has no place in safetensors")
                 self.optimizer[key] = 0
                 continue
-            info = TensorInfo(shape=tuple(stored.size), dtype=stored.properties.dtype)
+            info = TensorInfo(shape=tuple(held.size), dtype=held.properties.dtype)
             if not key.startswith(MODEL):
                 self.optimizer[key] = info.nbytes
                 continue
             self.infos[key.removeprefix(MODEL)] = info
-            held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-            if held != math.prod(info.shape):
-                raise InputError(f"{folder}: {key} is {info}, but {held} of its values are stored")
+            values = sum(math.prod(chunk.sizes) for chunk in held.chunks)
+            if values != math.prod(info.shape):
+                raise InputError(f"{folder}: {key} is {info}, but {values} of its values are stored")
         if not self.infos:
             raise InputError(f"{folder}: holds no tensor of a model ({MODEL}...), only {sorted(found)[:3]}")
 
@@ -103,7 +105,7 @@ def holds_safetensors(folder: Path) -> bool:
     return any(name in (SINGLE, INDEX) or _SHARD.fullmatch(name) for name in _names(folder))
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(TensorStore):
     """The tensors of such a folder, read one by one.
 
     Raises:
@@ -124,6 +126,10 @@ class SafetensorsFolder:
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._opened[self._file_of[name]].get_tensor(name) for name in names}
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        tensor: Tensor = self._opened[self._file_of[name]].get_slice(name)[rows]
+        return tensor
 
     def _read_index(self) -> dict[str, str] | None:
         """Tensor name -> file, by the index; None where there is one file and no index."""
@@ -162,25 +168,55 @@ class SafetensorsFolder:
             self.infos[name] = TensorInfo(shape=tuple(header.get_shape()), dtype=dtype)
 
 
-def write_safetensors(store: TensorStore, folder: Path, *, shard_bytes: int, done: Callable[[str], None]) -> None:
-    """Write all of `store` into `folder`, in its order.
+def write_safetensors(
+    store: TensorStore, folder: Path, *, shard_bytes: int | str, done: Callable[[str], None] = lambda name: None,
+    **facts: Any,
+) -> None:  # fmt: skip
+    """Write all of `store` into `folder`, in its order, with the bytes of safetensors' own `save_file`.
 
-    Memory: one file's tensors, `shard_bytes` or the largest tensor if that is more, beside what the store holds.
+    Memory: what the store holds, and a block of rows. facts: for the metadata of the index, if there is one.
     Raises InputError where a file cannot be written.
     """
     plan = split_torch_state_dict_into_shards(
         {name: info.meta() for name, info in store.infos.items()}, max_shard_size=shard_bytes
     )
     for file, names in plan.filename_to_tensors.items():
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            tensors[name] = store.read([name])[name].contiguous()
-            done(name)
-        with writing(folder / file):
-            save_file(tensors, folder / file, metadata={"format": "pt"})
+        header, starts = _header({name: store.infos[name] for name in names})
+        with writing(folder / file), (folder / file).open("wb") as out:
+            out.write(header)
+            for name in names:
+                out.seek(starts[name])
+                for block in blocks(store, name):
+                    out.write(bits(block).numpy().data)
+                done(name)
     if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
+        index = {"metadata": facts | plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def blocks(store: TensorStore, name: str) -> Iterator[Tensor]:
+    """A tensor in blocks of rows, of `BLOCK_BYTES` or one row."""
+    info = store.infos[name]
+    if info.nbytes <= BLOCK_BYTES:
+        yield store.read([name])[name]
+        return
+    step = max(1, BLOCK_BYTES * info.shape[0] // info.nbytes)
+    for row in range(0, info.shape[0], step):
+        yield store.read_rows(name, slice(row, min(row + step, info.shape[0])))
+
+
+def _header(infos: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int]]:
+    """(what a file begins with, where in it each tensor does): by dtype, the widest first, then by name."""
+    codes, held = list(_DTYPES), {dtype: code for code, dtype in _DTYPES.items()}
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(infos, key=lambda name: (-codes.index(held[infos[name].dtype]), name.encode())):
+        info = infos[name]
+        fields[name] = {"dtype": held[info.dtype], "shape": info.shape, "data_offsets": [end, end := end + info.nbytes]}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: start + fields[n]["data_offsets"][0] for n in infos}
 
 
 @contextmanager

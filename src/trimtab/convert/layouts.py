@@ -86,13 +86,9 @@ class BlockLayout:
         if activation is None:
             raise ConfigError(f"layout {self.name}: hidden_act={config.hidden_act!r} has no activation of trimtab's")
         return MoEConfig(
-            dim=config.hidden_size,
-            hidden=getattr(config, self.hidden),
-            router=self.router(config),
-            activation=activation,
-            shared_hidden=self.shared_hidden(config),
-            shared_gate=self.shared_gate,
-        )
+            dim=config.hidden_size, hidden=getattr(config, self.hidden), router=self.router(config),
+            activation=activation, shared_hidden=self.shared_hidden(config), shared_gate=self.shared_gate,
+        )  # fmt: skip
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -169,15 +165,8 @@ class Blocks:
     def __init__(self, layout: BlockLayout | None = None, names: tuple[str, ...] = ()) -> None:
         self.layout, self.names = layout, names
 
-    def to_ours(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
-        """The store under trimtab's names, in the dtypes of `like` if it is given."""
-        return self._mapped(store, like, to_ours=True)
-
-    def to_theirs(self, store: TensorStore, like: TensorStore | None = None) -> TensorStore:
-        """The store under transformers' names, in the dtypes of `like` if it is given."""
-        return self._mapped(store, like, to_ours=False)
-
-    def _mapped(self, store: TensorStore, like: TensorStore | None, *, to_ours: bool) -> TensorStore:
+    def mapped(self, store: TensorStore, like: TensorStore | None = None, *, to_ours: bool) -> TensorStore:
+        """The store under trimtab's names or transformers', in the dtypes of `like` if it is given."""
         if self.layout is None:
             return store
         dtypes = {} if like is None else {name: info.dtype for name, info in like.infos.items()}
@@ -203,10 +192,8 @@ GATE = Part(ours="shared.gate.weight", theirs=("shared_expert_gate.weight",))
 
 def shared(name: str) -> tuple[Part, Part]:
     """Shared experts that transformers holds as three linear layers below `name`."""
-    halves = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
-    return Part(ours="shared.up.weight", theirs=halves), Part(
-        ours="shared.down.weight", theirs=(f"{name}.down_proj.weight",)
-    )
+    gate, up, down = (f"{name}.{own}_proj.weight" for own in ("gate", "up", "down"))
+    return Part(ours="shared.up.weight", theirs=(gate, up)), Part(ours="shared.down.weight", theirs=(down,))
 
 
 def _softmax(c: Any) -> RouterConfig:

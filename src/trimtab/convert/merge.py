@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,20 @@ from trimtab.convert.convert import Converted, OnTensor, write_converted
 from trimtab.convert.files import SHARD_BYTES
 from trimtab.convert.layouts import Blocks
 from trimtab.convert.steps import loading_steps, mapping_of
-from trimtab.convert.tensors import Mapped, TensorInfo, TensorStore
+from trimtab.convert.tensors import Mapped, TensorStore
 from trimtab.errors import ConfigError, InputError
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.weight")
+CONFIG, TENSORS = opened.ADAPTER, "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_NAME = re.compile(r"(.+)\.lora_(A|B)\.weight")
 _INSIDE = ".base_layer"
 _UNKNOWN = (
     "use_dora", "lora_bias", "fan_in_fan_out", "alora_invocation_tokens", "layer_replication", "modules_to_save",
     "trainable_token_indices", "use_qalora", "arrow_config", "velora_config", "kasa_config",
 )  # fmt: skip
 """Options under which a merged weight is another than W + s B A, or more than that."""
+_BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+"""Values of `init_lora_weights` that leave the base model as it is; others take the adapter's first value out of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +65,12 @@ class WeightAdapter:
         return torch.einsum(f"o r e, e r i -> {order}", b, a) * self.scale
 
 
-@dataclass
-class WithAdapters:
+class WithAdapters(TensorStore):
     """A model's state with the adapters added as it is read. changed: by weight, a flag for each expert."""
 
-    inner: TensorStore
-    adapters: dict[str, WeightAdapter]
-    changed: dict[str, list[bool]] = field(default_factory=dict)
-
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        return self.inner.infos
+    def __init__(self, inner: TensorStore, adapters: dict[str, WeightAdapter]) -> None:
+        self.inner, self.infos, self.adapters = inner, inner.infos, adapters
+        self.changed: dict[str, list[bool]] = {}
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._merged(name, tensor) for name, tensor in self.inner.read(names).items()}
@@ -105,15 +103,13 @@ def merge(
 ) -> Merged:  # fmt: skip
     """Write the model in `src` with the adapter in the folder `adapter` merged, as transformers opens it, to `dst`.
 
-    Args as of `convert`; `src` may be in either form. Memory: as there, and a layer's stack of experts twice more.
-
-    Raises:
-        ConfigError, InputError: as `convert` and `read_adapter` do.
+    Args and errors as of `convert` and `read_adapter`; `src` may be in either form. Memory: as there, and a layer's
+    stack of experts twice more.
     """
     source = opened.open_source(Path(src), layout)
     model = source.model
     if source.form == "dcp":
-        state = source.blocks.to_theirs(source.store)
+        state = source.blocks.mapped(source.store, to_ours=False)
     else:
         state = Mapped(source.store, loading_steps(model, mapping_of(model), source.store))
     opened.check_state(model, state, source.folder)
@@ -126,36 +122,54 @@ def merge(
     return Merged(written=written, weights=len(merged.adapters), experts=experts)
 
 
-def read_adapter(folder: Path, model: nn.Module) -> dict[str, WeightAdapter]:
+def read_adapter(folder: Path, model: Any) -> dict[str, WeightAdapter]:
     """The adapters of a folder, by the model's names of their weights.
 
     Raises:
         InputError: the folder is not whole; a tensor has no place in the model, or none of its kind in the folder;
             ranks and shapes that are not the weight's; weights that the configuration names and the folder lacks;
             two orientations fit, and the configuration does not say which peft wrote it.
-        ConfigError: it is not LoRA, or a kind whose merged weight is not W + s B A.
+        ConfigError: it is not LoRA, or a kind whose merged weight is not W + s B A, W as the folder of the base has
+            it; or it is of the embeddings.
     """
     config, tensors = _read(folder)
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         raise ConfigError(f"{folder}: {config.get('peft_type')} with bias={config.get('bias')!r}: only LoRA is merged")
     if odd := [key for key in _UNKNOWN if config.get(key)]:
         raise ConfigError(f"{folder}: {odd[0]}={config[odd[0]]!r}: only plain LoRA is merged, W + s B A")
+    if (kind := config.get("init_lora_weights")) not in _BEGINNINGS:
+        raise ConfigError(
+            f"{folder}: init_lora_weights={kind!r} changes the base model before training, so that the adapter does "
+            "not belong to the weights in a folder. Save what it added to them: model.save_pretrained(FOLDER, "
+            "path_initial_model_for_weight_conversion=START), START the adapter as it was saved before training; or "
+            "merge it in memory, by peft's merge_and_unload"
+        )
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    heads = [name for name, module in model.named_modules() if any(module is other for other in embeddings)]
+    if changed := [h for h in heads if any(key.removeprefix(_PREFIX).startswith(f"{h}.") for key in tensors)]:
+        raise ConfigError(
+            f"{folder}: it changes {', '.join(changed)}: adapters of embeddings, and of the head over them, are not "
+            "merged from files; merge it in memory, by peft's merge_and_unload"
+        )
     found: dict[str, dict[str, Tensor]] = {}
     state, targets = model.state_dict(), _targets(model, config)
     lost = []
     for key, tensor in tensors.items():
-        match = _NAME.fullmatch(key)
+        match = _NAME.fullmatch(key.removeprefix(_PREFIX))
         name = _weight(match[1], targets) if match else None
         if match is None or name not in state:
             lost.append(key)
         else:
             found.setdefault(str(name), {})[match[2]] = tensor
-    if lost:
-        raise InputError(f"{folder}: {len(lost)} tensors have no place in {type(model).__name__}, first {lost[0]}")
-    if absent := sorted({name for names in targets.values() for name in names} - found.keys()):
-        raise InputError(f"{folder}: {len(absent)} weights that it names have no adapter in it, first {absent[0]}")
-    if half := [name for name, pair in found.items() if len(pair) < 2]:
-        raise InputError(f"{folder}: {half[0]} has only one of lora_A and lora_B")
+    absent = sorted({name for names in targets.values() for name in names} - found.keys())
+    half = [name for name, pair in found.items() if len(pair) < 2]
+    for names, what in (
+        (lost, f"tensors have no place in {type(model).__name__}"),
+        (absent, "weights that it names have no adapter in it"),
+        (half, "weights have only one of lora_A and lora_B"),
+    ):
+        if names:
+            raise InputError(f"{folder}: {len(names)} {what}, first {names[0]}")
     made = {}
     for name, pair in found.items():
         turned = bool(getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))

@@ -21,6 +21,7 @@ from trimtab.errors import ConfigError, InputError, first_line
 
 TRANSFORMERS = "transformers"
 FORMS = ("safetensors", "dcp")
+ADAPTER = "adapter_config.json"
 RECORD, RECORD_FORMAT, RECORD_VERSION = "convert.json", "trimtab.convert", 2
 
 
@@ -91,6 +92,11 @@ class Source:
 def open_source(src: Path, layout: str | None) -> Source:
     """Open `src`, in either form. Raises as `trimtab.convert.convert.convert` does."""
     form, folder = form_of(src)
+    if (folder / ADAPTER).is_file():
+        raise InputError(
+            f"{folder}: {ADAPTER} lies beside the weights, and transformers opens them with that adapter: move it to a "
+            "folder of its own; --merge FOLDER puts it into the weights"
+        )
     model, record = skeleton(folder), read_record(folder)
     if form == "safetensors":
         own, blocks = SafetensorsFolder(folder), _blocks(model, layout or TRANSFORMERS)

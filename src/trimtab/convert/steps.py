@@ -17,8 +17,11 @@ from typing import Any
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
+    Interleave,
     MergeModulelist,
     PrefixChange,
+    SplitModulelist,
     Transpose,
     WeightConverter,
     WeightRenaming,
@@ -29,7 +32,7 @@ from transformers.core_model_loading import (
 )
 
 from trimtab.checkpoint.state import some
-from trimtab.convert.tensors import Step, TensorInfo, TensorStore
+from trimtab.convert.tensors import Step, TensorInfo, TensorStore, infos_of
 from trimtab.errors import InputError
 
 
@@ -49,16 +52,42 @@ class Group:
     def sources(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.members)
 
-    def step(self, model: Any, renamings: Sequence[Any] = ()) -> Step:
-        """The step that converts the group and then renames what comes out."""
-        return Step(self.sources, partial(self._convert, model, renamings))
+    def steps(self, model: Any, infos: Mapping[str, TensorInfo], renamings: Sequence[Any] = ()) -> list[Step]:
+        """The steps that convert the group and then rename what comes out: one, or one for each expert's matrix."""
+        plain = isinstance(self.transform, WeightRenaming)
+        by_rows = plain or self._keeps_experts(apart=False)
+        whole = Step(self.sources, partial(self._convert, model, renamings), by_rows=by_rows)
+        if plain or not self._keeps_experts(apart=True):
+            return [whole]
+        made = infos_of(whole.run({name: infos[name].meta() for name in self.sources}))
+        experts = infos[self.sources[0]].shape[0]
+        return [
+            Step(
+                self.sources,
+                partial(self._convert, model, renamings, expert=i % experts),
+                rows=slice(i % experts, i % experts + 1),
+                made={name: info},
+            )
+            for i, (name, info) in enumerate(made.items())
+        ]
 
-    def _convert(self, model: Any, renamings: Sequence[Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        transform = deepcopy(self.transform)
+    def _keeps_experts(self, *, apart: bool) -> bool:
+        """True if an expert's part of what is made of one stack is made of its row alone; apart: a tensor for each."""
+        operations = list(getattr(self.transform, "operations", ()))
+        split = bool(operations) and isinstance(operations[-1], SplitModulelist) and operations.pop().dim == 0
+        return split == apart and len(self.members) == 1 and all(map(_within_experts, operations))
+
+    def _convert(
+        self, model: Any, renamings: Sequence[Any], tensors: Mapping[str, Tensor], expert: int | None = None
+    ) -> dict[str, Tensor]:
+        transform, target = deepcopy(self.transform), self.target
+        if expert is not None:
+            targets = transform.target_patterns
+            targets[:], target = [t.replace("*", str(expert)) for t in targets], target.replace("*", str(expert))
         for name, pattern in self.members:
-            transform.add_tensor(self.target, name, pattern, tensors[name])
+            transform.add_tensor(target, name, pattern, tensors[name])
         try:
-            made = transform.convert(self.target, model=model, config=model.config)
+            made = transform.convert(target, model=model, config=model.config)
         except Exception as error:
             shapes = sorted({f"{t.dtype} {list(t.shape)}" for t in tensors.values()})
             raise InputError(
@@ -108,7 +137,7 @@ def loading_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> lis
     for group in groups.values():
         _check_group(group, store.infos)
         _check_experts(group, store.infos, state.get(group.target), renamings)
-    return [group.step(model) for group in groups.values()]
+    return [step for group in groups.values() for step in group.steps(model, store.infos)]
 
 
 def without_place(model: Any, store: TensorStore) -> list[str]:
@@ -135,7 +164,11 @@ def saving_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list
         group.members.append((name, pattern or name))
     for group in groups.values():
         _check_group(group, store.infos)
-    return [g.step(model, () if isinstance(g.transform, WeightRenaming) else renamings) for g in groups.values()]
+    return [
+        step
+        for group in groups.values()
+        for step in group.steps(model, store.infos, () if isinstance(group.transform, WeightRenaming) else renamings)
+    ]
 
 
 def _sorted_out(mapping: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
@@ -143,6 +176,13 @@ def _sorted_out(mapping: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str,
     converters = [t for t in mapping if isinstance(t, WeightConverter)]
     owner = {pattern: t for t in converters for pattern in t.source_patterns}
     return [t for t in mapping if isinstance(t, WeightRenaming)], converters, owner
+
+
+def _within_experts(operation: Any) -> bool:
+    """True if an operation leaves the first dim of a stack of experts alone, whatever is in it."""
+    if isinstance(operation, Transpose):
+        return not operation.check_dims and min(operation.dim0, operation.dim1) > 0
+    return isinstance(operation, (Chunk, Interleave)) and operation.dim > 0
 
 
 def _check_group(group: Group, infos: Mapping[str, TensorInfo]) -> None:

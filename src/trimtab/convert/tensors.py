@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,34 +35,46 @@ class TensorInfo:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
-class TensorStore(Protocol):
-    """Tensors by name."""
+class TensorStore:
+    """Tensors by name. infos: name -> info, in the order in which the tensors are best read."""
 
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        """Name -> info, in the order in which the tensors are best read."""
-        ...
+    infos: Mapping[str, TensorInfo]
+    _whole: tuple[str, Tensor] | None = None
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """These tensors, on the CPU. Raises InputError where they cannot be read."""
-        ...
+        raise NotImplementedError
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        """Rows of one tensor; here of the whole one, which is kept until rows of another are asked for."""
+        if self._whole is None or self._whole[0] != name:
+            self._whole = None
+            self._whole = name, self.read([name])[name]
+        return self._whole[1][rows]
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A group of tensors that a mapping takes together. `run` is also called with tensors on the meta device."""
+    """A group of tensors that a mapping takes together. `run` is also called with tensors on the meta device.
+
+    by_rows: rows of what it makes are made of the same rows of its sources.
+    rows, made: what it makes, of these rows of its one source alone.
+    """
 
     sources: tuple[str, ...]
     run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    by_rows: bool = False
+    rows: slice | None = None
+    made: Mapping[str, TensorInfo] | None = None
 
 
 def kept(name: str, source: str | None = None) -> Step:
     """The step that gives the tensor `source` (by default of the same name) unchanged, under the name `name`."""
     source = source or name
-    return Step((source,), lambda tensors: {name: tensors[source]})
+    return Step((source,), lambda tensors: {name: tensors[source]}, by_rows=True)
 
 
-class Mapped:
+class Mapped(TensorStore):
     """The tensors that `steps` make of another store's, run when they are read. Keeps the last step's results alone.
 
     Raises:
@@ -76,14 +87,20 @@ class Mapped:
         self.infos: dict[str, TensorInfo] = {}
         self._last: tuple[Step, dict[str, Tensor]] | None = None
         for step in steps:
-            made = step.run({name: inner.infos[name].meta() for name in step.sources})
+            made = step.made or infos_of(step.run({name: inner.infos[name].meta() for name in step.sources}))
             if twice := sorted(made.keys() & self.infos.keys()):
                 raise InputError(f"{twice[0]} is made twice, the second time of {', '.join(step.sources[:3])}")
-            self.infos |= {name: _info(tensor) for name, tensor in made.items()}
+            self.infos |= made
             self._step_of |= dict.fromkeys(made, step)
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: self._made_by(self._step_of[name])[name] for name in names}
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        step = self._step_of[name]
+        if not step.by_rows:
+            return super().read_rows(name, rows)
+        return step.run({source: self.inner.read_rows(source, rows) for source in step.sources})[name]
 
     def sources_of(self, name: str) -> tuple[str, ...]:
         """The inner store's tensors that it is made of."""
@@ -92,26 +109,26 @@ class Mapped:
     def _made_by(self, step: Step) -> dict[str, Tensor]:
         if self._last is None or self._last[0] is not step:
             self._last = None  # before the next is read: two steps at once would double the memory
-            self._last = step, step.run(self.inner.read(step.sources))
+            if step.rows is None:
+                tensors = self.inner.read(step.sources)
+            else:
+                tensors = {name: self.inner.read_rows(name, step.rows) for name in step.sources}
+            self._last = step, step.run(tensors)
         return self._last[1]
 
 
-class Hashed:
+class Hashed(TensorStore):
     """Takes the SHA-256 (name, dtype, shape, bytes) of every tensor that is read through it."""
 
     def __init__(self, inner: TensorStore) -> None:
-        self.inner = inner
+        self.inner, self.infos = inner, inner.infos
         self.hashes: dict[str, str] = {}
-
-    @property
-    def infos(self) -> Mapping[str, TensorInfo]:
-        return self.inner.infos
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = self.inner.read(names)
         for name, tensor in tensors.items():
             if name not in self.hashes:
-                whole = hashlib.sha256(f"{name}\n{_info(tensor)}\n".encode())
+                whole = hashlib.sha256(f"{name}\n{infos_of({name: tensor})[name]}\n".encode())
                 whole.update(bits(tensor.detach()).numpy().data)
                 self.hashes[name] = whole.hexdigest()
         return tensors
@@ -135,5 +152,6 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def _info(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(shape=tuple(tensor.shape), dtype=tensor.dtype)
+def infos_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+    """Shapes and dtypes of tensors, by name."""
+    return {name: TensorInfo(shape=tuple(t.shape), dtype=t.dtype) for name, t in tensors.items()}

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from trimtab.dispatch.over_group import (
     OverGroup,
-    gather_packed,
+    empty_rows,
     pack,
-    packed_already,
     refuse_without_values,
     row_bytes,
     unpack,
@@ -53,21 +52,18 @@ class AllToAll(OverGroup):
     def dispatch(
         self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
-        parts, rows = _parts(tensors, row_bytes(tensors) > PACKED_BYTES), row_token_M.shape[0]
-        return self._send(
-            parts, [gather_packed(part, row_token_M, out=self._rows(rows, part)) for part in parts], splits
-        )
+        return self._send(tensors, row_bytes(tensors) > PACKED_BYTES, row_token_M, splits)
 
     def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
         rows = max(tokens) if tensors[0].device.type == "cpu" else 1
-        parts = _parts(tensors, rows * row_bytes(tensors) > PACKED_BYTES)
-        return self._send(parts, [self._packed(part) for part in parts], splits)
+        return self._send(tensors, rows * row_bytes(tensors) > PACKED_BYTES, None, splits)
 
-    def _packed(self, tensors: Sequence[Tensor]) -> Tensor:
-        return pack(tensors, None if packed_already(tensors) else self._rows(tensors[0].shape[0], tensors))
-
-    def _send(self, parts: Sequence[Sequence[Tensor]], rows: Sequence[Tensor], splits: SplitSizes) -> list[Tensor]:
-        """rows: [M, B] packed, of each part."""
+    def _send(
+        self, tensors: Sequence[Tensor], alone: bool, row_token_M: Tensor | None, splits: SplitSizes
+    ) -> list[Tensor]:
+        """alone: each tensor travels in rows of its own."""
+        parts = [[tensor] for tensor in tensors] if alone else [tensors]
+        rows = [pack(part, row_token_M, self._rows) for part in parts]
         received = [self._rows(sum(splits.incoming), part) for part in parts]
         sizes = list(splits.incoming), list(splits.outgoing)
         moves = ((into, rows_MB, *sizes) for into, rows_MB in zip(received, rows, strict=True))
@@ -76,14 +72,9 @@ class AllToAll(OverGroup):
 
     def _rows(self, rows: int, like: Sequence[Tensor]) -> Tensor:
         """Memory for packed rows, [rows, B]; of its own also for none: `combine_parts` tells parts apart by it."""
-        width = row_bytes(like)
         if like[0].device.type != "cpu":
-            return like[0].new_empty(rows, width, dtype=torch.uint8)
+            return empty_rows(rows, like)
         # By powers of two calls with other numbers of rows share it; pages that are not written take no room.
+        width = row_bytes(like)
         size = rows * width
         return self._pool.empty(1 << max(size - 1, 0).bit_length(), dtype=torch.uint8)[:size].view(rows, width)
-
-
-def _parts(tensors: Sequence[Tensor], alone: bool) -> list[Sequence[Tensor]]:
-    """Tensors by the rows that they travel in: each alone, or all packed into one."""
-    return [[tensor] for tensor in tensors] if alone else [tensors]

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trimtab.autograd import outside_graph
 from trimtab.dispatch import checks, facts
 from trimtab.dispatch.exchange import count_message, error_scope
 from trimtab.dispatch.facts import NO_FACTS, CallId, Facts
@@ -22,14 +24,12 @@ from trimtab.dispatch.options import CombineMode, ReplicationConfig, check_combi
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
 from trimtab.dispatch.route import (
     Combine,
-    CombineSlots,
     Dispatch,
     Dispatched,
     LocalRoute,
     RankRoute,
     ZeroGradients,
     by_slot,
-    outside_graph,
     require_grad_if_any,
     wants_gradient,
 )
@@ -113,11 +113,7 @@ class Dispatcher:
             with self.guard.alone(self.layer, "route"):
                 self._at("route")
 
-    def dispatch(
-        self,
-        x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None = None, *,
-        most_slots: int | None = None,
-    ) -> Dispatched:  # fmt: skip
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, token_mask_T: Tensor | None = None) -> Dispatched:
         """Send each token once to each rank that owns one of its experts. Every rank of the group must call.
 
         Args:
@@ -125,7 +121,6 @@ class Dispatcher:
             ids_TK: global expert ids, int; -1 drops a slot.
             w_TK: routing weights, in one of these dtypes; sums and gradients are taken in float32 at least.
             token_mask_T: bool, True for a real token; the others are not sent and get zero output and gradient.
-            most_slots: how many ids are not -1 at most, where less than T * K; on a device so many rows are made.
 
         Raises:
             InputError: shapes or dtypes other than these; tensors on several devices, sparse, nested or DTensors; ids
@@ -135,14 +130,14 @@ class Dispatcher:
             PeerLost, PhaseTimeout: a rank did not come, where the guard waits.
         """
         problems = checks.shape_problems(x_TD, ids_TK, w_TK, token_mask_T)
-        return self._dispatch(x_TD, ids_TK, w_TK, token_mask_T, most_slots=most_slots, problems=problems)
+        return self._dispatch(x_TD, ids_TK, w_TK, token_mask_T, problems=problems)
 
     def _dispatch(
         self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, mask_T: Tensor | None = None, *,
         most_slots: int | None = None, facts: Facts = NO_FACTS, problems: Sequence[str] = (),
     ) -> Dispatched:  # fmt: skip
-        """`dispatch` of tensors that the caller has checked, with the `problems` that were found. facts: what the ranks
-        must have alike beside the call."""
+        """`dispatch` of tensors that the caller has checked, with the `problems` that were found. most_slots: how many
+        ids are not -1 at most, where less than T * K. facts: what the ranks must have alike beside the call."""
         if self.transport is None:
             self._refuse(problems, x_TD, ids_TK, w_TK)
             ids_TK, w_TK = checks.prepared(x_TD, ids_TK, w_TK, mask_T)
@@ -166,10 +161,9 @@ class Dispatcher:
         ids_TK = ids_TK.clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
         own, call = wants_gradient(x_TD, w_TK), self._call_id(x_TD, ids_TK)
         known_TK = ids_TK.where(ids_TK < self.num_experts, -1)
-        placed = None if self._planner is None else self._planner.place(known_TK, call)
-        sent_TK = known_TK if placed is None else placed.ids_TK
+        sent_TK, plan, columns = (known_TK, None, {}) if self._planner is None else self._planner.place(known_TK, call)
         sort = sort_by_rank(sent_TK, self._places, self.ranks)
-        values: dict[int, Tensor | int] = {facts.GRAD: own, **({} if placed is None else placed.columns)}
+        values: dict[int, Tensor | int] = {facts.GRAD: own, **columns}
         met = self._count(transport, sort, ids_TK, w_TK, call, values, given)
         route = self._route(transport, sort, met, call)
         w_TK = require_grad_if_any(w_TK, any(theirs[facts.GRAD] for theirs in met.received), own)
@@ -180,15 +174,17 @@ class Dispatcher:
         ids_MK = ids_MK.mul_(mine).sub_(1)
         n = sum(route.slots.incoming)
         rows = Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
-        if placed is not None:
-            rows.replicas, self.replicated = placed.replicas(route, met, compared=bool(given.weights)), placed.plan
+        if self._planner is not None and plan is not None:
+            rows.replicas = self._planner.route(plan, route, met, compared=bool(given.weights))
+            self.replicated = plan
         return rows
 
-    def weights_fact(self, named: Iterable[tuple[str, Tensor]], word: str = "") -> str:
-        """`Facts.weights` of experts with these tensors, made again only where one of them has changed; "" where no
-        experts are replicated. word: what else must be alike, such as what runs them."""
+    def weights_fact(self, experts: nn.Module, word: str = "", more: Iterable[tuple[str, Tensor]] = ()) -> str:
+        """`Facts.weights` of these experts with `more` tensors, made again only where one of them has changed; "" where
+        no experts are replicated. word: what else must be alike, such as what runs them."""
         if self.replication is None:
             return ""
+        named = chain(experts.named_parameters(), experts.named_buffers(), more)
         key = word, tuple((name, t.dtype, tuple(t.shape), t.requires_grad) for name, t in named)
         if key != self._weights[0]:
             each = (f"{name} {dtype} {[*shape]}{' trained' * trained}" for name, dtype, shape, trained in key[1])
@@ -212,10 +208,8 @@ class Dispatcher:
             rows.route.refuse(InputError(problem, rank=self._rank, layer=self.layer, phase="combine"), rows.x_MD)
         if params := tuple(params):
             y = ZeroGradients.apply(y, *params)  # type: ignore[no-untyped-call]
-        if rows.slot_row_R is not None:
-            y = CombineSlots.apply(rows.route, y, rows.sent, rows.slot_row_R)  # type: ignore[no-untyped-call]
-        elif self.transport is not None:
-            y = Combine.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
+        if rows.slot_row_R is not None or self.transport is not None:
+            y = Combine.apply(rows.route, y, rows.sent, rows.slot_row_R)  # type: ignore[no-untyped-call]
         return y
 
     def _count(

@@ -40,10 +40,8 @@ _HALF = 1 << 32
 
 
 class LineTokens(NamedTuple):
-    """Tokens of a rank of which the ranks of one line of a mesh have equal numbers.
-
-    line: the line's first rank. positions: of each sequence, -1 where they may differ.
-    """
+    """Tokens of a rank of which the ranks of one line of a mesh have equal numbers. line: its first rank. positions: of
+    each sequence, -1 where they may differ."""
 
     line: int
     sequences: int
@@ -137,11 +135,8 @@ def compare(met: Handshake, rank: int, call: CallId, phase: str, weights: str = 
     mine = met.sent[rank]
     for columns, says, sentinel in FACTS.values():
         own, each = mine[columns], [theirs[columns] for theirs in met.received]
-        if sentinel is not None:
-            others = tuple(p for p, theirs in enumerate(each) if theirs == [sentinel])
-        else:
-            others = tuple(p for p, theirs in enumerate(each) if theirs != own)
-        if others:
+        wrong = (theirs != own if sentinel is None else theirs == [sentinel] for theirs in each)
+        if others := tuple(p for p, differs in enumerate(wrong) if differs):
             sides = "; ".join(f"rank {p}: {_call_in_words(theirs, mine)}" for p, theirs in enumerate(met.received))
             text = says.format(rank=rank, call=call, weights=weights, sides=sides)
             raise DesyncError(f"{_ranks(others)} {text}", ranks=others, layer=call.layer, phase=phase)

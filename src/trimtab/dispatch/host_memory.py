@@ -105,10 +105,8 @@ class HostMemory:
         return Arrivals(self.peers, self._bells, self.rank * self.size, self._spin)
 
     def turn(self) -> None:
-        """All have met: go on to the other board.
-
-        Raises DesyncError if not all are at this meeting, on every rank; BackendError if one has given up.
-        """
+        """All have met: go on to the other board. Raises, on every rank, DesyncError if not all are at this meeting,
+        BackendError if one has given up."""
         self._words = self._boards[self._turn % 2, :, 0, 0].tolist()
         if min(self._words) // _SLOTS != self._meeting or max(self._words) // _SLOTS != self._meeting:
             raise self._elsewhere([word // _SLOTS for word in self._words])
@@ -176,8 +174,8 @@ class HostMemory:
         self._bells = Doorbells(memory, bells)
         with torch.inference_mode(False):
             words = torch.frombuffer(memory, dtype=torch.int64, offset=STRIDE * bells)
-            shape = (2, self.size, 1 + self.size, MAX_COLUMNS)
-            self._boards = words[: 2 * self.size * (1 + self.size) * MAX_COLUMNS].view(shape)
+            shape = torch.Size((2, self.size, 1 + self.size, MAX_COLUMNS))
+            self._boards = words[: shape.numel()].view(shape)
         return self._bells
 
     def _open(self, peer: PeerInfo, fd: int, name: str) -> int:

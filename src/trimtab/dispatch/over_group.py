@@ -27,9 +27,7 @@ PART_ALIGNMENT = 8
 
 
 def refuse_without_values(message_PC: Tensor, rank: int) -> None:
-    """Raises:
-    InputError: nobody can read how many rows there are.
-    """
+    """Raises InputError: nobody can read how many rows there are."""
     if no_values(message_PC.device):
         raise InputError(
             "on the meta device and under FakeTensorMode no rows can be exchanged, for their counts have no values: "
@@ -69,27 +67,26 @@ def row_bytes(like: Sequence[Tensor]) -> int:
     return sum(align_up(t.shape[1] * t.element_size(), PART_ALIGNMENT) for t in like)
 
 
-def packed_already(tensors: Sequence[Tensor]) -> bool:
-    """True where they are packed rows as they lie in memory: one tensor, whose rows need no padding."""
+def empty_rows(rows: int, like: Sequence[Tensor]) -> Tensor:
+    """Memory for packed rows, [rows, B] uint8."""
+    return like[0].new_empty(rows, row_bytes(like), dtype=torch.uint8)
+
+
+def pack(
+    tensors: Sequence[Tensor], row_token_M: Tensor | None = None, empty: Callable[..., Tensor] = empty_rows
+) -> Tensor:
+    """Tensors [n, *] of any dtypes as one [n, B] uint8, or their rows [M, B] at these tokens. Each byte is copied once,
+    and all rows of a single tensor that needs no padding not at all. empty: as `empty_rows`."""
     first = tensors[0]
-    return len(tensors) == 1 and first.is_contiguous() and first.shape[1] * first.element_size() == row_bytes(tensors)
-
-
-def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Tensors [n, *] of any dtypes as one [n, B] uint8. Without `out`, what is packed already is not copied."""
-    if out is None and packed_already(tensors):
-        return row_major(tensors[0].detach()).view(torch.uint8)
-    if out is None:
-        out = torch.empty(tensors[0].shape[0], row_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
+    packed = len(tensors) == 1 and first.is_contiguous() and first.shape[1] * first.element_size() == row_bytes(tensors)
+    if packed and row_token_M is None:
+        return row_major(first.detach()).view(torch.uint8)
+    out = empty((first if row_token_M is None else row_token_M).shape[0], tensors)
     for part, tensor in zip(unpack(out, tensors), tensors, strict=True):
-        part.copy_(tensor.detach())
-    return out
-
-
-def gather_packed(tensors: Sequence[Tensor], row_token_M: Tensor, out: Tensor) -> Tensor:
-    """`out`, filled with rows [M, B] uint8 of the tensors [T, *] at these tokens: each byte is copied once."""
-    for part, tensor in zip(unpack(out, tensors), tensors, strict=True):
-        torch.index_select(tensor.detach(), 0, row_token_M, out=part)
+        if row_token_M is None:
+            part.copy_(tensor.detach())
+        else:
+            torch.index_select(tensor.detach(), 0, row_token_M, out=part)
     return out
 
 

@@ -8,6 +8,7 @@ Legend: T local tokens, K experts per token, N = T * K slots, P ranks, M rows se
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from trimtab.kernels.rows import Csr, compact, csr_of, inverse_of, narrow
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """SpreadRanks for one call on one rank.
+    """The plan of one call on one rank.
 
     row_token_M: [M] token of each row; rows are grouped by rank, in token order within a rank.
     token_csr: T bags over the M rows, the ranks of a token in the order of its slots.
@@ -29,12 +30,9 @@ class RankPlan:
     slot_csr: Csr | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankSort:
-    """The part of a `RankPlan` that needs no count from the host: what is sent to be counted, and the sort.
-
-    rows_P, slots_P: [P] int64 rows and kept slots for each rank.
-    """
+class RankSort(NamedTuple):
+    """The part of a `RankPlan` that needs no count from the host: the rows and kept slots for each rank, [P] int64,
+    which are sent to be counted, and the sort."""
 
     rows_P: Tensor
     slots_P: Tensor
@@ -66,22 +64,14 @@ def sort_by_rank(ids_TK: Tensor, experts_per_rank: int, ranks: int) -> RankSort:
     cuts_P1 = torch.searchsorted(sorted_key_N, torch.arange(ranks + 1, device=ids_N.device, dtype=sorted_key_N.dtype))
     rows_before_P1 = torch.cat((before + 1, rows_N)).index_select(0, cuts_P1)
     return RankSort(
-        rows_P=rows_before_P1.diff(),
-        slots_P=cuts_P1.diff(),
-        order_N=order_N,
-        token_N=sorted_token_N,
-        row_N=rows_N - 1,
-        new_row_N=new_row_N,
-        kept_N=kept_N,
-        tokens=tokens,
-    )
+        rows_P=rows_before_P1.diff(), slots_P=cuts_P1.diff(), order_N=order_N, token_N=sorted_token_N, row_N=rows_N - 1,
+        new_row_N=new_row_N, kept_N=kept_N, tokens=tokens,
+    )  # fmt: skip
 
 
 def plan_ranks(sort: RankSort, num_rows: int, num_slots: int, *, ordered: bool = True) -> RankPlan:
-    """The `RankPlan` of a sort, once the host knows how many rows and kept slots leave this rank.
-
-    ordered: whether slots come back one by one, so that `slot_csr` are needed.
-    """
+    """The `RankPlan` of a sort, once the host knows how many rows and kept slots leave this rank. ordered: slots come
+    back one by one, so that `slot_csr` is needed."""
     order_N = sort.order_N
     first_N = torch.empty_like(sort.new_row_N).scatter_(0, order_N, sort.new_row_N)
     slot_row_N = torch.empty_like(sort.row_N).scatter_(0, order_N, sort.row_N)

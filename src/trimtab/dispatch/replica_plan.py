@@ -37,10 +37,8 @@ POWERS = 9
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """Moves under one cap: `slots_n` slots of expert `expert_n` to rank `rank_n`, E + P of them, many empty.
-
-    cap: [] the most slots that a rank computes.
-    """
+    """Moves under one cap: `slots_n` slots of expert `expert_n` to rank `rank_n`, E + P of them, many empty. cap: []
+    the most slots that a rank computes."""
 
     expert_n: Tensor
     rank_n: Tensor

@@ -102,33 +102,6 @@ def _rows(t: Tensor) -> Tensor:
     return row_major(t.detach().reshape(t.shape[0], t.shape[1:].numel()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """The ranks and places to which the slots of one rank's call go.
-
-    ids_TK: r * 2 m + place, for place m and on the replicas on rank r; -1 where the slot is dropped.
-    columns: for the handshake: replicas, slots of replicas, the plan's checksum.
-    """
-
-    ids_TK: Tensor
-    plan: ReplicaPlan
-    columns: dict[int, Tensor]
-
-    def replicas(self, rows: Exchange, met: Handshake, *, compared: bool) -> ReplicaRoute:
-        """The way of the weights. rows: the way of the call's rows. met: the handshake that had these columns.
-        compared: the ranks have compared in it what their weights are."""
-        if compared:
-            rows.agreed.add(("experts", "forward"))
-        splits, home = met.split_sizes(facts.REPLICAS), self.plan.place_EP.shape[0] // rows.transport.size
-        of_replicas = sum(theirs[facts.REPLICA_SLOTS] for theirs in met.received)
-        return ReplicaRoute(
-            transport=rows.transport, guard=rows.guard, run=rows.run, call=rows.call, agreed=rows.agreed, home=home,
-            num_slots=of_replicas, num_home_slots=sum(theirs[facts.SLOTS] for theirs in met.received) - of_replicas,
-            expert_M=experts_to_send(self.plan, rows.transport.rank, home, sum(splits.outgoing)), splits=splits,
-            plan=self.plan,
-        )  # fmt: skip
-
-
 class ReplicaPlanner:
     """Plans the replicas of one layer.
 
@@ -143,8 +116,10 @@ class ReplicaPlanner:
         self.config, self.num_experts, self.transport, self.etp, self._run = config, num_experts, transport, etp, run
         self.home = num_experts // transport.size
 
-    def place(self, ids_TK: Tensor, call: CallId) -> Placement:
-        """Plan a call and place this rank's slots by it; -1 drops a slot. Collective."""
+    def place(self, ids_TK: Tensor, call: CallId) -> tuple[Tensor, ReplicaPlan, dict[int, Tensor]]:
+        """Plan a call and place this rank's slots by it; -1 drops a slot. Collective. Returns where they go, r * 2 m +
+        place for place m and on the replicas on rank r, the plan, and columns of the handshake: replicas, slots of
+        replicas, the plan's checksum."""
         rank, own_E = self.transport.rank, count_ids(ids_TK.long(), self.num_experts)
         counts_HPE = self.gather(own_E, call)
         mine_E = counts_HPE[0 if self.etp is None else self.etp.rank, rank]
@@ -157,7 +132,21 @@ class ReplicaPlanner:
             facts.REPLICA_SLOTS: (cells_EP * (plan.place_EP >= self.home)).sum(0),
             facts.PLAN: torch.where(fits, plan.checksum & _NOT_NEGATIVE, facts.UNFIT),
         }
-        return Placement(ids_TK=physical_ids(ids_TK, cells_EP, plan), plan=plan, columns=columns)
+        return physical_ids(ids_TK, cells_EP, plan), plan, columns
+
+    def route(self, plan: ReplicaPlan, rows: Exchange, met: Handshake, *, compared: bool) -> ReplicaRoute:
+        """The way of the weights. rows: the way of the call's rows. met: the handshake that had the plan's columns.
+        compared: the ranks have compared in it what their weights are."""
+        if compared:
+            rows.agreed.add(("experts", "forward"))
+        splits = met.split_sizes(facts.REPLICAS)
+        of_replicas = sum(theirs[facts.REPLICA_SLOTS] for theirs in met.received)
+        return ReplicaRoute(
+            transport=rows.transport, guard=rows.guard, run=rows.run, call=rows.call, agreed=rows.agreed, plan=plan,
+            num_slots=of_replicas, num_home_slots=sum(theirs[facts.SLOTS] for theirs in met.received) - of_replicas,
+            expert_M=experts_to_send(plan, self.transport.rank, self.home, sum(splits.outgoing)), splits=splits,
+            home=self.home,
+        )  # fmt: skip
 
     def gather(self, own_E: Tensor, call: CallId, *, usable: bool = True) -> Tensor:
         """Every rank's slots of each expert: [H, P, E]. Collective, but not in the second run of a checkpointed block:

@@ -11,7 +11,7 @@ Legend: T local tokens, K experts per token, M' rows received, R kept slots rece
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,11 +41,14 @@ class LocalRoute:
     def dispatch(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
         return list(tensors)
 
-    combine = dispatch
-
-    def combine_slots(self, rows_RD: Tensor) -> Tensor:
+    def combine(
+        self, tensors: Sequence[Tensor], direction: Direction = "forward", *, slots: bool = False
+    ) -> list[Tensor]:
+        if not slots:
+            return list(tensors)
         kept_N = self.ids_TK.reshape(-1) >= 0
-        return combine_rows(rows_RD, csr_of(kept_N.cumsum(0) - 1, kept_N, self.ids_TK.shape[0]))
+        csr = csr_of(kept_N.cumsum(0) - 1, kept_N, self.ids_TK.shape[0])
+        return [combine_rows(rows_RD, csr) for rows_RD in tensors]
 
     def refuse(self, error: InputError, like: Tensor) -> NoReturn:
         raise error
@@ -70,19 +73,17 @@ class RankRoute(Exchange):
         return self.move(phase, direction, self.rows, tensors[:1], send)
 
     @not_in_graphs
-    def combine(self, tensors: Sequence[Tensor], direction: Direction = "forward") -> list[Tensor]:
-        """P^T: tensors [M', *] -> [T, *], summed per token in at least float32, in the order of its slots."""
-        phase, splits = "combine" if direction == "forward" else "dispatch", self.rows.reversed()
-        send = partial(self.transport.combine, tensors, splits, self.tokens)
-        return combine_parts(self.move(phase, direction, splits, tensors[:1], send), self.plan.token_csr)
-
-    def combine_slots(self, rows_RD: Tensor) -> Tensor:
-        """One row per kept slot, in the order (row, k), back home: [T, D], summed per token in the order of k."""
-        splits, csr = self.slots.reversed(), self.plan.slot_csr
+    def combine(
+        self, tensors: Sequence[Tensor], direction: Direction = "forward", *, slots: bool = False
+    ) -> list[Tensor]:
+        """P^T: tensors [M', *] -> [T, *], summed per token in at least float32, in the order of its slots. slots: of a
+        row for each kept slot, [R, *] in the order (row, k), which all come home."""
+        phase = "combine" if direction == "forward" else "dispatch"
+        splits, csr = (self.slots, self.plan.slot_csr) if slots else (self.rows, self.plan.token_csr)
+        splits = splits.reversed()
         assert csr is not None
-        send = partial(self.transport.combine, [rows_RD], splits, self.tokens)
-        (received,) = self.move("combine", "forward", splits, [rows_RD], send)
-        return combine_rows(received, csr)
+        send = partial(self.transport.combine, tensors, splits, self.tokens)
+        return combine_parts(self.move(phase, direction, splits, tensors[:1], send), csr)
 
     def refuse(self, error: InputError, like: Tensor) -> NoReturn:
         """Raise `error` in place of a combine, on every rank that would wait for this one."""
@@ -94,21 +95,6 @@ class RankRoute(Exchange):
 
 
 Route = LocalRoute | RankRoute
-
-
-def outside_graph(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """method(*args, **kwargs), out of the graph that is being traced: an exchange and its guard are in none."""
-    from trimtab.graph_break import eagerly
-
-    return eagerly(method, *args, **kwargs)
-
-
-def slots_of(ids_MK: Tensor, num_slots: int | None) -> tuple[Tensor, Csr]:
-    """The kept slots of received rows in the order (row, k): their numbers row * K + k, and one sum per row."""
-    kept_N = (ids_MK >= 0).reshape(-1)
-    csr = csr_of(torch.arange(kept_N.shape[0], device=kept_N.device), kept_N, ids_MK.shape[0], num_slots)
-    place = Csr(indices=torch.arange(csr.indices.shape[0], device=kept_N.device), indptr=csr.indptr)
-    return csr.indices, place
 
 
 def combine_parts(parts: Sequence[Tensor], csr: Csr) -> list[Tensor]:
@@ -161,17 +147,20 @@ class Dispatch(Function):
 
 
 class Combine(Function):
-    """Rows [M', D] -> tokens [T, D]. `sent` is Dispatch's."""
+    """Rows [M', D] -> tokens [T, D]. `sent` is Dispatch's. row_R: of rows [R, D] as DispatchSlots makes them, whose
+    transpose is taken along, with one sum, at home, in the order of k."""
 
     @staticmethod
-    def forward(ctx: Any, route: Route, rows: Tensor, sent: Tensor) -> Tensor:
-        ctx.route = route
-        return route.combine([rows])[0].data  # no view of another: an in-place sum on it keeps its hooks, FSDP's
+    def forward(ctx: Any, route: Route, rows: Tensor, sent: Tensor, row_R: Tensor | None) -> Tensor:
+        ctx.route, ctx.row_R = route, row_R
+        (y_TD,) = route.combine([rows], slots=row_R is not None)
+        return y_TD.data  # no view of another: an in-place sum on it keeps its hooks, FSDP's
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None]:
-        return None, ctx.route.dispatch([dy_TD], "backward")[0], None
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None, None]:
+        (dy,) = ctx.route.dispatch([dy_TD], "backward")
+        return None, dy if ctx.row_R is None else gather_rows(dy, ctx.row_R), None, None
 
 
 class DispatchSlots(Function):
@@ -186,24 +175,6 @@ class DispatchSlots(Function):
     @once_differentiable
     def backward(ctx: Any, d_RD: Tensor) -> tuple[Tensor, None, None]:
         return combine_rows(d_RD.contiguous(), ctx.csr), None, None
-
-
-class CombineSlots(Function):
-    """One row per kept slot [R, D], in the order (row, k) -> tokens [T, D], summed at home in the order of k.
-
-    The same map as DispatchSlots^T then Combine, with the sum taken in one place; so its backward is theirs.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, route: Route, rows_RD: Tensor, sent: Tensor, row_R: Tensor) -> Tensor:
-        ctx.route, ctx.row_R = route, row_R
-        return route.combine_slots(rows_RD).data
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[None, Tensor, None, None]:
-        (dy,) = ctx.route.dispatch([dy_TD], "backward")
-        return None, gather_rows(dy, ctx.row_R), None, None
 
 
 class ZeroGradients(Function):
@@ -250,12 +221,14 @@ class Dispatched:
 
 def by_slot(rows: Dispatched) -> Dispatched:
     """One row per kept slot, which all come home."""
-    slots, csr = slots_of(rows.ids_MK, rows.num_slots)
-    row_R = slots.div(rows.ids_MK.shape[1], rounding_mode="floor")
-    beyond = torch.arange(slots.shape[0], device=slots.device) >= csr.indptr[-1]
+    kept_N = (rows.ids_MK >= 0).reshape(-1)
+    slot_N = torch.arange(kept_N.shape[0], device=kept_N.device)  # row * K + k
+    csr = csr_of(slot_N, kept_N, rows.ids_MK.shape[0], rows.num_slots)
+    slots, place_R = csr.indices, torch.arange(csr.indices.shape[0], device=slot_N.device)
+    row_R, beyond = slots.div(rows.ids_MK.shape[1], rounding_mode="floor"), place_R >= csr.indptr[-1]
     return replace(
         rows,
-        x_MD=DispatchSlots.apply(rows.x_MD, row_R, csr),  # type: ignore[no-untyped-call]
+        x_MD=DispatchSlots.apply(rows.x_MD, row_R, Csr(indices=place_R, indptr=csr.indptr)),  # type: ignore[no-untyped-call]
         ids_MK=rows.ids_MK.reshape(-1).index_select(0, slots).masked_fill(beyond, -1)[:, None],
         weights_MK=rows.weights_MK.reshape(-1).index_select(0, slots)[:, None],
         slot_row_R=row_R,

@@ -7,8 +7,8 @@ Legend: T local tokens, P ranks, C columns of the message, M rows sent, M' rows 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -19,7 +19,7 @@ from trimtab.dispatch.host_memory import LIMITS, SLOT_BYTES, HostMemory, Slot
 from trimtab.dispatch.over_group import OverGroup, refuse_without_values
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.errors import BackendError, PeerLost, PhaseTimeout, TrimtabError
-from trimtab.guard.guard import WAIT_SLICE, Guard, Waiting
+from trimtab.guard.guard import Guard, Waiting, settled
 from trimtab.guard.peers import timeout_of
 from trimtab.layout import align_up
 
@@ -66,29 +66,18 @@ class SharedMemory(OverGroup):
     def dispatch(
         self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
-        def write(part: Tensor, start: int, end: int, out: Tensor) -> None:
-            torch.index_select(part, 0, row_token_M[start:end], out=out)
-
-        return self._move(tensors, splits, write)
+        return self._move(tensors, row_token_M, splits)
 
     def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
-        def write(part: Tensor, start: int, end: int, out: Tensor) -> None:
-            out.copy_(part[start:end])
-
-        return self._move(tensors, splits, write)
+        return self._move(tensors, None, splits)
 
     def meet_peers(self, device: torch.device) -> None:
-        """Get to know the peers, if not done: what the first exchange does. All ranks must call, or all exchange.
-
-        device: of the tensors that this rank brings. Raises as the first exchange does.
-        """
+        """Get to know the peers, as the first exchange does, and raise what it does. All ranks must call, or exchange.
+        device: of the tensors that this rank brings."""
         with self._exchange("introductions", torch.empty(0, device=device)):
             pass
 
-    def _move(
-        self, tensors: Sequence[Tensor], splits: SplitSizes, write: Callable[[Tensor, int, int, Tensor], None]
-    ) -> list[Tensor]:
-        """write(tensor, start, end, out): what goes to one rank, its rows start .. end - 1, into its memory."""
+    def _move(self, tensors: Sequence[Tensor], row_token_M: Tensor | None, splits: SplitSizes) -> list[Tensor]:
         with self._exchange("rows", tensors[0]):
             host, sources = self._host, [tensor.detach() for tensor in tensors]
             cuts = [0, *accumulate(splits.outgoing)]
@@ -97,12 +86,17 @@ class SharedMemory(OverGroup):
                 layout = _layout(sources, sum(column))
                 memory = host.inbox_of(rank, layout[-1])
                 first, rows = sum(column[: self.rank]), splits.outgoing[rank]
+                mine = slice(cuts[rank], cuts[rank + 1])
                 for source, begin in zip(sources, layout, strict=False):
-                    write(source, cuts[rank], cuts[rank + 1], _part(memory, begin, source, first, rows))
-            mine, total = host.inbox, sum(splits.incoming)
+                    out = _part(memory, begin, source, first, rows)
+                    if row_token_M is None:
+                        out.copy_(source[mine])
+                    else:
+                        torch.index_select(source, 0, row_token_M[mine], out=out)
+            inbox, total = host.inbox, sum(splits.incoming)
             layout = _layout(sources, total)
-            self._meet(host.take(layout[-1], besides=mine), rows=True)
-            memory = mine.bytes(layout[-1])
+            self._meet(host.take(layout[-1], besides=inbox), rows=True)
+            memory = inbox.bytes(layout[-1])
             parts = [_part(memory, start, like, 0, total) for like, start in zip(sources, layout, strict=False)]
             return [part.data for part in parts]  # each counts its own changes in place
 
@@ -183,19 +177,12 @@ def wait_for(work: Waiting, guard: Guard | None, timeout: float) -> None:
         guard.wait(work)
         return
     end = time.monotonic() + timeout
-    while True:
-        try:
-            work.wait(WAIT_SLICE)
-            return
-        except RuntimeError as error:
-            missing = tuple(getattr(work, "missing", ()))
-            if work.is_completed():
-                with suppress(RuntimeError):  # it may have come just after the slice
-                    work.wait(WAIT_SLICE)
-                    return
-                raise PeerLost(f"{error}", ranks=getattr(work, "gone", missing)) from None
-            if time.monotonic() > end:
-                raise PhaseTimeout(f"{error} within {timeout:g} s", ranks=missing) from None
+    while not (answer := settled(work))[0]:
+        missing = tuple(getattr(work, "missing", ()))
+        if answer[0] is False:
+            raise PeerLost(answer[1], ranks=getattr(work, "gone", missing))
+        if time.monotonic() > end:
+            raise PhaseTimeout(f"{answer[1]} within {timeout:g} s", ranks=missing)
 
 
 def _layout(like: Sequence[Tensor], rows: int) -> list[int]:

@@ -71,24 +71,16 @@ class Transport(Protocol):
         self, tensors: Sequence[Tensor], row_token_M: Tensor, splits: SplitSizes, tokens: tuple[int, ...]
     ) -> list[Tensor]:
         """Rows `t[row_token_M]` of each tensor [T, *], grouped by rank, to their ranks: [M', *] each, by source rank.
-
-        Tensors of one call differ in dtype and width, which are the same on all ranks. tokens: [P] each rank's T.
-        """
+        Tensors of one call differ in dtype and width, which are the same on all ranks. tokens: [P] each rank's T."""
 
     def combine(self, tensors: Sequence[Tensor], splits: SplitSizes, tokens: tuple[int, ...]) -> list[Tensor]:
-        """Rows [M, *] of each tensor, grouped by rank, to their ranks: [M', *] each, grouped by source rank.
-
-        tokens: as in `dispatch`.
-
-        What comes out belongs to the caller; its rows may be parts of longer ones (`route.combine_parts`).
-        """
+        """Rows [M, *] of each tensor, grouped by rank, to their ranks: [M', *] each, by source rank. They belong to the
+        caller, and may be parts of longer rows (`route.combine_parts`). tokens: as in `dispatch`."""
 
 
 def layer_frame(layer: str) -> Callable[..., Any]:
-    """A function that returns fn(*args) of its own arguments (fn, *args), through a stack frame called `layer`.
-
-    Flight Recorder dumps, py-spy, profilers and tracebacks know functions by the name in their code, and nothing else.
-    """
+    """A function that returns fn(*args) of its own arguments (fn, *args), through a stack frame called `layer`: Flight
+    Recorder dumps, py-spy, profilers and tracebacks know functions by the name in their code, and nothing else."""
     code = _call.__code__.replace(co_name=layer, co_qualname=layer, co_filename=LAYER_FILE, co_firstlineno=1)
     return types.FunctionType(code, _call.__globals__)  # torch.compile looks for the builtins in them
 

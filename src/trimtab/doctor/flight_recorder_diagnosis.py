@@ -42,7 +42,7 @@ NONE_STOPPED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stop:
     """One process group that stopped.
 
@@ -54,9 +54,9 @@ class Stop:
     desc: str
     seq: int
     here: dict[int, Entry]
-    behind: tuple[int, ...]
-    unseen: tuple[int, ...]
-    no_dump: tuple[int, ...]
+    behind: list[int]
+    unseen: list[int]
+    no_dump: list[int]
 
 
 def diagnose(traces: Sequence[Trace]) -> list[Finding]:
@@ -65,7 +65,9 @@ def diagnose(traces: Sequence[Trace]) -> list[Finding]:
     last = {trace.rank: max(trace.entries, key=lambda e: e.created_ns, default=None) for trace in traces}
     waiting = {entry.rank: entry for stop in stops for entry in stop.here.values() if not entry.done}
     if not stops:
-        return [_nothing_stopped(last)]
+        lines = ["no collective was under way when the dumps were made; the last one of each rank:"]
+        lines += [f"  rank {rank}: {stage_of(e) if e else 'none recorded'}" for rank, e in sorted(last.items())]
+        return [Finding("note", "all groups", "\n".join(lines), NONE_STOPPED)]
     findings = [_stopped(stop, waiting, last) for stop in stops]
     absent = sorted({rank for stop in stops for rank in (*stop.behind, *stop.unseen)} - waiting.keys())
     dead = sorted({rank for stop in stops for rank in stop.no_dump})
@@ -98,18 +100,8 @@ def find_stops(traces: Sequence[Trace]) -> list[Stop]:
         members = set(recorded.get(name, ())) | everyone
         came = {rank for rank, entries in by_rank.items() if max(e.seq for e in entries) >= seq}
         behind, no_dump = sorted((members & dumped) - came), sorted(members - dumped)
-        sure = bool(recorded.get(name)) or bool(behind) or bool(no_dump)
-        stops.append(
-            Stop(
-                group=name,
-                desc=desc,
-                seq=seq,
-                here=dict(sorted(here.items())),
-                behind=tuple(behind),
-                unseen=() if sure else tuple(sorted(dumped - members)),
-                no_dump=tuple(no_dump),
-            )
-        )
+        unseen = [] if recorded.get(name) or behind or no_dump else sorted(dumped - members)
+        stops.append(Stop(name, desc, seq, dict(sorted(here.items())), behind, unseen, no_dump))
     return sorted(stops, key=lambda stop: min(e.created_ns for e in stop.here.values()))
 
 
@@ -120,18 +112,16 @@ def _stopped(stop: Stop, waiting: dict[int, Entry], last: dict[int, Entry | None
         lines = [f"its ranks are not in the same call at collective {stop.seq}: {differences}"]
         lines += [f"  rank {rank}: {stage_of(e)}, {_sizes(e)}" for rank, e in stop.here.items()]
         return Finding("broken", where, "\n".join(lines), DESYNC)
-    some = next(iter(stop.here.values()))
-    lines = [f"stopped at its collective {stop.seq}: {stage_of(some)}"]
     waits = [rank for rank, entry in stop.here.items() if not entry.done]
     since = min(stop.here[rank].created_ns for rank in waits)
-    lines.append(f"  waiting: rank {_ranks(waits)}, since {_clock(since)}")
-    finished = sorted(set(stop.here) - set(waits))
-    if finished:
+    lines = [
+        f"stopped at its collective {stop.seq}: {stage_of(next(iter(stop.here.values())))}",
+        f"  waiting: rank {_ranks(waits)}, since {_clock(since)}",
+    ]
+    if finished := sorted(set(stop.here) - set(waits)):
         lines.append(f"  through it: rank {_ranks(finished)}")
-    for rank in stop.behind:
-        lines.append(f"  not there: rank {rank}, {_whereabouts(rank, waiting, last)}")
-    for rank in stop.unseen:
-        lines.append(f"  never seen in this group: rank {rank}, {_whereabouts(rank, waiting, last)}")
+    for what, ranks in (("not there", stop.behind), ("never seen in this group", stop.unseen)):
+        lines += [f"  {what}: rank {rank}, {_whereabouts(rank, waiting, last)}" for rank in ranks]
     if stop.no_dump:
         lines.append(f"  unknown: rank {_ranks(stop.no_dump)}, without a dump")
     todo = ALL_CAME
@@ -164,12 +154,6 @@ def _whereabouts(rank: int, waiting: dict[int, Entry], last: dict[int, Entry | N
     if (entry := last.get(rank)) is not None:
         return f"whose last collective is over: {stage_of(entry)}, issued {_clock(entry.created_ns)}"
     return "which has recorded no collective at all"
-
-
-def _nothing_stopped(last: dict[int, Entry | None]) -> Finding:
-    lines = ["no collective was under way when the dumps were made; the last one of each rank:"]
-    lines += [f"  rank {rank}: {stage_of(e) if e else 'none recorded'}" for rank, e in sorted(last.items())]
-    return Finding("note", "all groups", "\n".join(lines), NONE_STOPPED)
 
 
 def _sizes(entry: Entry) -> str:
@@ -215,7 +199,7 @@ def stage_of(entry: Entry) -> Stage:
     names, maps, replication = map(called, ("dispatch/", "dispatch/route.py", "dispatch/replica_route.py"))
     # Of our own functions: below a forward that is computed again lies torch's backward.
     backward, checked = "backward" in names, "handshake" in names
-    out, home = "dispatch" in maps, bool(maps & {"combine", "combine_slots"})
+    out, home = "dispatch" in maps, "combine" in maps
     phase = "dispatch" if out != backward else "combine"
     rows = out != home and not checked
     if names & {"join_shards", "unshard", "take_shard"}:

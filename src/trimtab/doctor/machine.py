@@ -126,17 +126,17 @@ def judge_cores(usable: int, threads: int) -> Finding:
 
 def judge_environment(variables: Mapping[str, str], interfaces: Sequence[str]) -> list[Finding]:
     """Findings about the variables of `PREFIXES`, on a host of these network interfaces."""
-    shown = [(name, value) for name, value in sorted(variables.items()) if name.startswith(PREFIXES)]
-    return [_variable(name, value, interfaces) for name, value in shown]
-
-
-def _variable(name: str, value: str, interfaces: Sequence[str]) -> Finding:
-    if name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") and value and not _is_interface(name, value, interfaces):
-        do = f"name one of {', '.join(interfaces)}, or unset it"
-        return Finding("broken", f"{name}={value}", "no such network interface on this host", do)
-    if name in COSTLY and COSTLY[name][0](value):
-        return Finding("warn", f"{name}={value}", *COSTLY[name][1:])
-    return Finding("ok", name, value or "(empty)")
+    found = []
+    for name, value in sorted(variables.items()):
+        own_interface = name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") and value
+        if own_interface and not _is_interface(name, value, interfaces):
+            do = f"name one of {', '.join(interfaces)}, or unset it"
+            found.append(Finding("broken", f"{name}={value}", "no such network interface on this host", do))
+        elif name in COSTLY and COSTLY[name][0](value):
+            found.append(Finding("warn", f"{name}={value}", *COSTLY[name][1:]))
+        elif name.startswith(PREFIXES):
+            found.append(Finding("ok", name, value or "(empty)"))
+    return found
 
 
 def _is_interface(name: str, value: str, interfaces: Sequence[str]) -> bool:
@@ -149,18 +149,15 @@ def _is_interface(name: str, value: str, interfaces: Sequence[str]) -> bool:
 
 def judge_places(places: Iterable[tuple[int, int, Place]]) -> list[Finding]:
     """Findings about what `trimtab.guard.record.places_here` read from outside; the ranks need not answer."""
-    found = [_stands(*place) for place in places]
+    found = []
+    for pid, rank, place in places:
+        stopped = process_state(pid, start_of(pid)) == "stopped"
+        what = f"{place}, for {place.seconds:.0f} s" + stopped * ": the process is stopped (SIGSTOP or a debugger)"
+        where, do = f"pid {pid}, rank {rank} of its group", "continue it (kill -CONT) or end it" * stopped
+        found.append(Finding("broken" if stopped else "ok", where, what, do))
     what = "no process that may be read here is in a guarded layer, or has been in one"
     do = "run this on the hosts of the job, as its user or as root; in a container, inside of it"
     return found or [Finding("note", "this host", what, do)]
-
-
-def _stands(pid: int, rank: int, place: Place) -> Finding:
-    where, what = f"pid {pid}, rank {rank} of its group", f"{place}, for {place.seconds:.0f} s"
-    if process_state(pid, start_of(pid)) != "stopped":
-        return Finding("ok", where, what)
-    what += ": the process is stopped (SIGSTOP or a debugger)"
-    return Finding("broken", where, what, "continue it (kill -CONT) or end it")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -40,24 +40,29 @@ class Activation(Protocol):
         """The gradient of `pre`."""
 
 
-class _Gated(Activation):
-    """s(gate) * up, gate first."""
+class _Pointwise(Activation):
+    """s(pre), or with a gate s(gate) * up, gate first."""
 
-    gated: ClassVar[bool] = True
-
-    @abstractmethod
-    def _s(self, gate_nF: Tensor) -> Tensor: ...
+    gated: ClassVar[bool] = False
 
     @abstractmethod
-    def _s_backward(self, ds_nF: Tensor, gate_nF: Tensor, out_nF: Tensor) -> None: ...
+    def _s(self, x_nF: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _s_backward(self, ds_nF: Tensor, x_nF: Tensor, out_nF: Tensor) -> None: ...
 
     def forward(self, pre_nI: Tensor) -> Tensor:
+        if not self.gated:
+            return self._s(pre_nI)
         gate, up = pre_nI.chunk(2, dim=-1)
         return self._s(gate).mul_(up)
 
     def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Tensor:
-        gate, up = pre_nI.chunk(2, dim=-1)
         d_pre = torch.empty_like(pre_nI)
+        if not self.gated:
+            self._s_backward(dh_nF, pre_nI, d_pre)
+            return d_pre
+        gate, up = pre_nI.chunk(2, dim=-1)
         d_gate, d_up = d_pre.chunk(2, dim=-1)
         s_nF = self._s(gate)
         torch.mul(s_nF, dh_nF, out=d_up)
@@ -65,27 +70,45 @@ class _Gated(Activation):
         return d_pre
 
 
-class SwiGLU(_Gated):
+class SwiGLU(_Pointwise):
     """silu(gate) * up, gate first."""
 
-    def _s(self, gate_nF: Tensor) -> Tensor:
-        return torch.nn.functional.silu(gate_nF)
+    gated = True
 
-    def _s_backward(self, ds_nF: Tensor, gate_nF: Tensor, out_nF: Tensor) -> None:
-        torch.ops.aten.silu_backward.grad_input(ds_nF, gate_nF, grad_input=out_nF)
+    def _s(self, x_nF: Tensor) -> Tensor:
+        return torch.nn.functional.silu(x_nF)
+
+    def _s_backward(self, ds_nF: Tensor, x_nF: Tensor, out_nF: Tensor) -> None:
+        torch.ops.aten.silu_backward.grad_input(ds_nF, x_nF, grad_input=out_nF)
 
 
-class GeGLU(_Gated):
-    """gelu(gate) * up, gate first. `approximate` as in `torch.nn.functional.gelu`."""
+class GELU(_Pointwise):
+    """gelu(x), no gate. `approximate` as in `torch.nn.functional.gelu`."""
 
     def __init__(self, approximate: Approximate = "none") -> None:
         self.approximate = approximate
 
-    def _s(self, gate_nF: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(gate_nF, approximate=self.approximate)
+    def _s(self, x_nF: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(x_nF, approximate=self.approximate)
 
-    def _s_backward(self, ds_nF: Tensor, gate_nF: Tensor, out_nF: Tensor) -> None:
-        torch.ops.aten.gelu_backward.grad_input(ds_nF, gate_nF, approximate=self.approximate, grad_input=out_nF)
+    def _s_backward(self, ds_nF: Tensor, x_nF: Tensor, out_nF: Tensor) -> None:
+        torch.ops.aten.gelu_backward.grad_input(ds_nF, x_nF, approximate=self.approximate, grad_input=out_nF)
+
+
+class GeGLU(GELU):
+    """gelu(gate) * up, gate first."""
+
+    gated = True
+
+
+class ReluSquared(_Pointwise):
+    """relu(x)^2, no gate."""
+
+    def _s(self, x_nF: Tensor) -> Tensor:
+        return torch.relu(x_nF).square_()
+
+    def _s_backward(self, ds_nF: Tensor, x_nF: Tensor, out_nF: Tensor) -> None:
+        torch.clamp(x_nF, min=0, out=out_nF).mul_(2).mul_(ds_nF)
 
 
 class ClampedSwiGLU(Activation):
@@ -131,34 +154,6 @@ class ClampedSwiGLU(Activation):
     def _cut(self, pre_nI: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = self._parts(pre_nI)
         return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-
-
-class ReluSquared(Activation):
-    """relu(x)^2, no gate."""
-
-    gated: ClassVar[bool] = False
-
-    def forward(self, pre_nI: Tensor) -> Tensor:
-        return torch.relu(pre_nI).square_()
-
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Tensor:
-        return torch.relu(pre_nI).mul_(2).mul_(dh_nF)
-
-
-class GELU(Activation):
-    """gelu(x), no gate. `approximate` as in `torch.nn.functional.gelu`."""
-
-    gated: ClassVar[bool] = False
-
-    def __init__(self, approximate: Approximate = "none") -> None:
-        self.approximate = approximate
-
-    def forward(self, pre_nI: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(pre_nI, approximate=self.approximate)
-
-    def backward(self, pre_nI: Tensor, dh_nF: Tensor) -> Tensor:
-        d_pre: Tensor = torch.ops.aten.gelu_backward(dh_nF, pre_nI, approximate=self.approximate)
-        return d_pre
 
 
 ACTIVATIONS: dict[str, Callable[[], Activation]] = {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trimtab.autograd import without_autocast
 from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.weight import GroupedWeight, row_flops
+from trimtab.experts.weight import GroupedWeight, gradient_flops, row_flops
 from trimtab.kernels.choose import kernels_of
 from trimtab.operators import operator
 
@@ -122,25 +122,15 @@ def _forward_flops(x: Any, w: Any, up: Any, down: Any, plan: Any, *rest: Any, **
 
 
 def _backward_flops(dy: Any, kept: Any, out: Any, wanted: Any, adds: Any, *args: Any, **kwargs: Any) -> int:
-    _, _, up, down, plan, _, _, up_form, down_form, _, need_x, later = args
-    trained = [False] * len(wanted) if later else wanted
-    each = _trained_flops(up, down, up_form, down_form, trained)
+    _, _, up, down, plan, _, _, up_form, down_form, _, need_x, _ = args
     down_back, up_back = sum(row_flops(down, down_form)), sum(row_flops(up, up_form)) if need_x else 0
-    return 2 * int(plan[0][0]) * (each + down_back + up_back)
+    return 2 * int(plan[0][0]) * (down_back + up_back) + _gradients_flops(dy, kept, out, wanted, adds, *args)
 
 
 def _gradients_flops(dy: Any, kept: Any, out: Any, wanted: Any, adds: Any, *args: Any, **kwargs: Any) -> int:
     _, _, up, down, plan, _, _, up_form, down_form, *_ = args
-    return 2 * int(plan[0][0]) * _trained_flops(up, down, up_form, down_form, wanted)
-
-
-def _trained_flops(up: Any, down: Any, up_form: str, down_form: str, wanted: Sequence[bool]) -> int:
-    """Of one row in the gradients that are wanted."""
-    total = 0
-    for shapes, form, wants in ((up, up_form, wanted[: len(up)]), (down, down_form, wanted[len(up) :])):
-        own, a, b = row_flops(shapes, form)
-        total += own * wants[0] + (a * wants[-2] + b * wants[-1] if a else 0)
-    return total
+    of_up, of_down = wanted[: len(up)], wanted[len(up) :]
+    return 2 * int(plan[0][0]) * (gradient_flops(up, up_form, of_up) + gradient_flops(down, down_form, of_down))
 
 
 experts_op = operator(f"experts({READS}, bool keep) -> Tensor[]", _forward, _forward_fake, _forward_flops)

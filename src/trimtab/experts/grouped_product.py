@@ -22,10 +22,10 @@ from trimtab.autograd import eager_backward, forward_of, needed, once_differenti
 from trimtab.experts.activations import activate
 from trimtab.experts.lora import filled, seed_of
 from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.product import Product
 from trimtab.experts.product_ops import (
     product_back_op,
     product_gradients_op,
+    product_of,
     product_op,
     run_back,
     run_forward,
@@ -40,7 +40,7 @@ from trimtab.experts.weight_grad import (
     GradSink,
     Sink,
     WgradJob,
-    anchor,
+    handed,
     kinds_of,
     unchanged,
 )
@@ -90,13 +90,10 @@ def grouped_product(
     )  # fmt: skip
     call.trained = [t.requires_grad for t in tensors]
     kind: type[Function] = _Grouped
-    inputs: Sequence[Tensor] = tensors
     if not sink.ordinary or low_precision is not None:
         kind, call.owned = _WithState, tensors
-    if sink.defer is not None:
-        inputs = [*(t.detach() for t in tensors), anchor(x, any(call.trained))]
     with without_autocast():
-        y: Tensor = forward_of(kind, call, x.contiguous(), offsets_e, seed_of(weight), *inputs)
+        y: Tensor = forward_of(kind, call, x.contiguous(), offsets_e, seed_of(weight), *handed(tensors, sink, x))
     return y
 
 
@@ -136,15 +133,6 @@ class Call:
         kinds = kinds_of(self.form, self.label)
         return Gradients(self.owned or tensors, kinds, wanted, self.sink.main_grad, torch.empty_like)
 
-    def product(self, tensors: Sequence[Tensor], seed: Tensor | None, like: Tensor) -> Product:
-        """Of a recipe, which is in no operator."""
-        low = self.low_precision
-        assert low is not None
-        of = GroupedWeight.of(tensors, self.form)
-        return Product(
-            of, low.kernels, like.dtype, low.offsets_e, seed=None if seed is None else int(seed), low_precision=low
-        )
-
 
 def _forward(ctx: Any, *given: Any) -> Tensor:
     """What is saved is the parameters, not what was made of them in x's dtype: others may want the memory (FSDP2).
@@ -152,13 +140,13 @@ def _forward(ctx: Any, *given: Any) -> Tensor:
     given: the call, x, offsets_e, the seed and the tensors; see `mlp._forward`."""
     call, x, offsets_e, seed, *inputs = given
     tensors, low = inputs[: call.count], call.low_precision
-    rows = call.rows(x)
+    rows, reads = call.rows(x), (list(tensors), low.offsets_e if low else offsets_e, seed, call.form, call.kernels)
     kept: Sequence[Tensor] = (x,) if call.keep and call.reads_rows(call.trained) else ()
     y: Tensor
     if low is None:
-        y, *u = product_op(rows, list(tensors), offsets_e, seed, call.form, call.kernels, call.keep)
+        y, *u = product_op(rows, *reads, call.keep)
     else:
-        y, *u = run_forward(call.product(tensors, seed, rows), rows, call.keep)
+        y, *u = run_forward(product_of(rows, *reads, low), rows, call.keep)
         if kept and not call.adapted:  # one byte a value in place of the rows
             kept = low.keep(rows, "activation")
     ctx.call, ctx.adapted = call, len(u)
@@ -175,29 +163,39 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rest[call.count : call.count + ctx.adapted],
         rest[call.count + ctx.adapted :],
     )
-    later = call.sink.defer
+    later, low = call.sink.defer, call.low_precision
     wanted = needs if later is None else call.trained
     d, of_u = dy.contiguous(), next(iter(u), None)
     need_v = call.adapted and bool(wanted[-2])
     found: Sequence[Tensor | None] = [None] * len(needs)
-    if call.low_precision is not None:
-        p = call.product(tensors, seed, d)
-        p.u = of_u
-        made = run_back(p, d, need_x, need_v)
-        job = _encoded(call, p, kept, d, made[-1] if need_v else None, tensors, wanted)
-        reads: list[Tensor] = []  # it reads none of them
-    else:
-        weight = (list(tensors), offsets_e, seed, call.form, call.kernels)
+    weight = (list(tensors), low.offsets_e if low else offsets_e, seed, call.form, call.kernels)
+    if low is None:
         made = product_back_op(d, *weight, need_x, need_v) if need_x or need_v else []
         v = made[-1] if need_v else None
-
-        def job(close: Callable[[Gradients], Any]) -> Any:
-            grads = call.gradients(tensors, wanted)
-            rows = call.rows(kept[0]) if call.reads_rows(wanted) else None
-            product_gradients_op(*grads.buffers(), rows, d, of_u, v, *weight)
-            return close(grads)
-
         reads = [*kept, *([d] if any(wanted) else [])]
+
+        def write(*buffers: Any) -> None:
+            rows = call.rows(kept[0]) if call.reads_rows(wanted) else None
+            product_gradients_op(*buffers, rows, d, of_u, v, *weight)
+    else:
+        p, reads = product_of(d, *weight, low), []  # what it makes now: scales belong to this step
+        p.u = of_u
+        made = run_back(p, d, need_x, need_v)
+        p.waits, p.sink = [], Sink(wanted)
+        rows = tuple(kept) if not call.adapted or not kept else call.rows(kept[0])
+        run_gradients(p, rows, d, made[-1] if need_v else None)
+
+        def write(*buffers: Any) -> None:
+            assert p.sink is not None
+            p.sink.fill(buffers[0], buffers[2])
+            while p.waits:
+                p.waits.pop(0)()
+
+    def job(close: Callable[[Gradients], Any]) -> Any:
+        grads = call.gradients(tensors, wanted)
+        write(*grads.buffers())
+        return close(grads)
+
     dx = made[0] if need_x else None
     if dx is not None and call.plan is not None:
         dx = combine_rows(dx, call.plan.row_csr)
@@ -206,29 +204,6 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     elif any(wanted):
         found = job(Gradients.close)
     return None, dx, None, None, *found
-
-
-def _encoded(
-    call: Call, p: Product, kept: Sequence[Tensor], d: Tensor, v: Tensor | None, tensors: Sequence[Tensor],
-    wanted: Sequence[bool],
-) -> Callable[[Callable[[Gradients], Any]], Any]:  # fmt: skip
-    """The parameters' gradients of operands that are encoded now, also where the products come later: scales belong
-    to this step."""
-    p.waits, p.sink = [], Sink(wanted)
-    rows = tuple(kept) if not call.adapted or not kept else call.rows(kept[0])
-    run_gradients(p, rows, d, v)
-
-    def job(close: Callable[[Gradients], Any]) -> Any:
-        grads = call.gradients(tensors, wanted)
-        out, _, adds = grads.buffers()
-        assert p.sink is not None
-        assert p.waits is not None
-        p.sink.fill(out, adds)
-        while p.waits:
-            p.waits.pop(0)()
-        return close(grads)
-
-    return job
 
 
 class _Grouped(Function):

@@ -13,7 +13,7 @@ slots per row, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,11 @@ from torch.nn.functional import pad
 
 from trimtab.autograd import without_autocast
 from trimtab.experts import passes
+from trimtab.experts.expert_ops import pass_of
 from trimtab.experts.passes import Pass
-from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.product_ops import product_gradients_op, product_op
 from trimtab.experts.recipes.base import Along, Operands, Role
 from trimtab.experts.recipes.hardware import Engine
-from trimtab.experts.weight import GroupedWeight
 from trimtab.kernels.api import Backend, put
 from trimtab.kernels.choose import name_of
 from trimtab.layout import align_up
@@ -105,19 +104,16 @@ class LowPrecisionProducts:
         return pad(rows_SC, (0, 0, 0, whole - rows_SC.shape[0]))
 
 
-def pass_of(
-    call: Any, x: Tensor, w: Tensor, tensors: Sequence[Tensor], plan: Sequence[Tensor], seed: Tensor | None
-) -> Pass:
-    """From what autograd saved. call: `mlp.Call`."""
-    assert call.kernels is not None
-    up = GroupedWeight.of(tensors[: call.first], call.up_form)
-    down = GroupedWeight.of(tensors[call.first : call.count], call.down_form)
-    return Pass(x, w, up, down, call.word, ExpertPlan(*plan), call.kernels, seed, call.low_precision)
+def _pass(call: Any, reads: Sequence[Any]) -> Pass:
+    """call: `mlp.Call`."""
+    p = pass_of(*reads)
+    p.low_precision = call.low_precision
+    return p
 
 
-def recipe_forward(call: Any, x: Tensor, w: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def recipe_forward(call: Any, reads: Sequence[Any]) -> list[Tensor]:
     """As `expert_ops.experts_op`."""
-    p = pass_of(call, x, w, tensors, call.plan, call.seed)
+    p = _pass(call, reads)
     with without_autocast():
         u = p.keep_u() if call.keep else []
         y, pre = passes.forward(p, call.keep)
@@ -125,30 +121,22 @@ def recipe_forward(call: Any, x: Tensor, w: Tensor, tensors: Sequence[Tensor]) -
 
 
 def recipe_backward(
-    call: Any, dy: Tensor, kept: Sequence[Tensor], reads: tuple[Any, ...], needs: Sequence[bool], need_x: bool
-) -> tuple[Tensor | None, Tensor, Sequence[Tensor | None]]:
-    """dx, dw, and what autograd gets for each tensor. Operands are encoded now, also where they are multiplied later.
-
-    reads: what `pass_of` takes.
-    """
-    p, (_, _, tensors, *_) = pass_of(call, *reads), reads
-    defer, owned, p.u = call.sink.defer, call.owned or tensors, p.placed(kept[1:])
-    if defer is None:
-        grads = call.gradients(owned, needs)
-        p.write_to(*grads.buffers())
-        dx, dw = passes.backward(p, dy, kept[0], need_x, None)
-        return dx, dw, grads.close()
-    jobs = p.waits = []
-    p.wants(call.trained)
+    call: Any, dy: Tensor, kept: Sequence[Tensor], reads: Sequence[Any], need_x: bool, buffers: Any
+) -> tuple[Tensor | None, Tensor, Callable[..., None]]:
+    """dx, dw, and what writes the tensors' gradients into such buffers, where there are none yet. Operands are encoded
+    now, also where they are multiplied later."""
+    p = _pass(call, reads)
+    p.u = p.placed(kept[1:])
+    if buffers is None:
+        p.waits = []
+        p.wants(call.trained)
+    else:
+        p.write_to(*buffers)
     dx, dw = passes.backward(p, dy, kept[0], need_x, None)
 
-    def job() -> list[tuple[Tensor, Tensor]]:
-        grads = call.gradients(owned, call.trained)
-        p.write_to(*grads.buffers())
-        while jobs:
-            jobs.pop(0)()
-        found: list[tuple[Tensor, Tensor]] = grads.deliver()
-        return found
+    def write(*buffers: Any) -> None:
+        p.write_to(*buffers)
+        while p.waits:
+            p.waits.pop(0)()
 
-    defer(job, ())  # it reads none of them
-    return dx, dw, [None] * len(needs)
+    return dx, dw, write

@@ -22,7 +22,7 @@ from trimtab.errors import ConfigError
 from trimtab.experts.expert_ops import experts_backward_op, experts_gradients_op, experts_op
 from trimtab.experts.plan import ExpertPlan
 from trimtab.experts.weight import GroupedWeight
-from trimtab.experts.weight_grad import ORDINARY, Defer, Gradients, GradSink, anchor, kinds_of
+from trimtab.experts.weight_grad import ORDINARY, Gradients, GradSink, handed, kinds_of
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
 
@@ -91,10 +91,11 @@ def expert_mlp(
         seed, torch.is_grad_enabled(), sink, low_precision,
     )  # fmt: skip
     x = x_MD if x_MD.dtype is dtype else x_MD.to(dtype)
-    if sink.ordinary and low_precision is None:
-        y = forward_of(_Experts, call, x, w, *tensors)
-    else:
-        y = forward_of(_WithState, call, x, w, *call.inputs(tensors, x_MD))
+    inputs: Sequence[Tensor] = tensors
+    if not sink.ordinary:
+        call.owned, call.trained = tensors, [t.requires_grad for t in tensors]
+        inputs = handed(tensors, sink, x_MD)
+    y = forward_of(_Experts if sink.ordinary and low_precision is None else _WithState, call, x, w, *inputs)
     return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
 
 
@@ -123,15 +124,6 @@ class Call:
     owned: Sequence[Tensor] | None = None
     trained: Sequence[bool] = ()
 
-    def inputs(self, tensors: Sequence[Tensor], x: Tensor) -> Sequence[Tensor]:
-        """The tensors as autograd may meet them, and what stands in for those that it may not."""
-        if self.sink.ordinary:
-            return tensors
-        self.owned, self.trained = tensors, [t.requires_grad for t in tensors]
-        if self.sink.defer is None:
-            return tensors
-        return [*(t.detach() for t in tensors), anchor(x, any(self.trained))]
-
     def reads(self, x: Tensor, w: Tensor, tensors: Sequence[Tensor], plan: Sequence[Tensor], seed: Any) -> list[Any]:
         """As the operators take them."""
         up, down = list(tensors[: self.first]), list(tensors[self.first : self.count])
@@ -142,10 +134,6 @@ class Call:
         kinds = [*kinds_of(self.up_form, "up"), *kinds_of(self.down_form, "down")]
         empty_like = torch.empty_like if self.kernels is None else self.kernels.empty_like
         return Gradients(tensors, kinds, wanted, self.sink.main_grad, empty_like)
-
-    def delayed_reads(self, x: Tensor, dy: Tensor, w: Tensor) -> list[Tensor]:
-        """Of the rows, and of what the gradients of down are made of, what delayed work will read."""
-        return [x] * any(self.trained[: self.first]) + [dy, w] * any(self.trained[self.first :])
 
 
 def _forward(ctx: Any, *given: Any) -> Tensor:
@@ -158,7 +146,7 @@ def _forward(ctx: Any, *given: Any) -> Tensor:
     else:
         from trimtab.experts.low_precision import recipe_forward
 
-        y, *kept = recipe_forward(call, x, w_MK, tensors)
+        y, *kept = recipe_forward(call, call.reads(x, w_MK, tensors, call.plan, call.seed))
     ctx.call = call
     ctx.save_for_backward(x, w_MK, call.seed, *call.plan, *tensors[: call.count], *kept)
     return y
@@ -170,38 +158,31 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     places = len(call.plan)
     plan, tensors, kept = rest[:places], rest[places : places + call.count], rest[places + call.count :]
     _, need_x, need_w, *needs = needed(ctx)
+    defer, owned, reads = call.sink.defer, call.owned or tensors, call.reads(x, w_MK, tensors, plan, seed)
     found: Sequence[Tensor | None] = [None] * len(needs)
-    defer = call.sink.defer
+    grads = call.gradients(owned, needs) if defer is None else None
     if call.low_precision is not None:
         from trimtab.experts.low_precision import recipe_backward
 
-        dx, dw, found = recipe_backward(call, dy, kept, (x, w_MK, tensors, plan, seed), needs, need_x)
-    elif defer is None:
-        reads, grads = call.reads(x, w_MK, tensors, plan, seed), call.gradients(call.owned or tensors, needs)
+        dx, dw, write = recipe_backward(call, dy, kept, reads, need_x, None if grads is None else grads.buffers())
+    elif grads is not None:
         dx, dw, _ = experts_backward_op(dy, kept, *grads.buffers(), *reads, need_x, False)
-        found = grads.close()
     else:
-        reads = call.reads(x, w_MK, tensors, plan, seed)
-        dx, dw = _later(call, dy, kept, reads, need_x, defer)
+        v = [torch.empty_like(u) for u in kept[1:]]
+        dx, dw, d_pre = experts_backward_op(dy, kept, v, [False] * call.count, [], *reads, need_x, True)
+        write = lambda *buffers: experts_gradients_op(dy, [*kept, d_pre, *v], *buffers, *reads)  # noqa: E731
+    if grads is not None:
+        found = grads.close()
+    elif defer is not None:
+
+        def job() -> list[tuple[Tensor, Tensor]]:
+            grads = call.gradients(owned, call.trained)
+            write(*grads.buffers())
+            return grads.deliver()
+
+        of_up, of_down = any(call.trained[: call.first]), any(call.trained[call.first :])
+        defer(job, [x] * of_up + [dy, w_MK] * of_down if call.low_precision is None else ())  # a recipe has its own
     return (None, dx if need_x else None, dw if need_w else None, *found)
-
-
-def _later(
-    call: Call, dy: Tensor, kept: Sequence[Tensor], reads: Sequence[Any], need_x: bool, defer: Defer
-) -> tuple[Tensor, Tensor]:
-    """Leaves the tensors' gradients for later."""
-    v = [torch.empty_like(u) for u in kept[1:]]
-    dx, dw, d_pre = experts_backward_op(dy, kept, v, [False] * call.count, [], *reads, need_x, True)
-
-    def job() -> list[tuple[Tensor, Tensor]]:
-        assert call.owned is not None
-        grads = call.gradients(call.owned, call.trained)
-        experts_gradients_op(dy, [*kept, d_pre, *v], *grads.buffers(), *reads)
-        return grads.deliver()
-
-    x, w_MK, *_ = reads
-    defer(job, call.delayed_reads(x, dy, w_MK))
-    return dx, dw
 
 
 class _Experts(Function):

@@ -207,17 +207,9 @@ class ExpertMLP(GroupedModule):
         weights = self.expert_weights()
         if replicas is None:
             return self.run(weights, x_MD, ids_MK, w_MK, num_slots)
-        return self.run_with_replicas(weights, x_MD, ids_MK, w_MK, replicas)
-
-    @not_in_graphs
-    def run_with_replicas(
-        self, weights: Weights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, replicas: Replicas,
-        num_slots: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        """`run` of the weights and of replicas, see `trimtab.experts.replicated.run_with_replicas`."""
         from trimtab.experts.replicated import run_with_replicas
 
-        return run_with_replicas(self, weights, x_MD, ids_MK, w_MK, replicas, num_slots)
+        return run_with_replicas(self, weights, x_MD, ids_MK, w_MK, replicas)
 
     def run(
         self, weights: Weights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None = None,
@@ -269,8 +261,9 @@ class ExpertMLP(GroupedModule):
         sink = GradSink(main_grad, self._delayed.add if self.delay_wgrad else None)
         return expert_mlp(x_MD, w_MK, plan, up, down, self.activation, kernels, sink=sink, low_precision=low)
 
-    def _widths(self) -> Sequence[tuple[int, int]]:
-        return [(self.dim, 2 * self.hidden if self.gated else self.hidden), (self.hidden, self.dim)]
+    def _widths(self, ranks: int = 1) -> Sequence[tuple[int, int]]:
+        hidden = self.hidden // ranks  # that share F
+        return [(self.dim, 2 * hidden if self.gated else hidden), (hidden, self.dim)]
 
     def _device(self) -> torch.device:
         return self.down.device

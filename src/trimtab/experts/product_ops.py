@@ -20,7 +20,7 @@ from torch import Tensor
 from trimtab.autograd import without_autocast
 from trimtab.experts.matrix import blocks_of
 from trimtab.experts.product import Product
-from trimtab.experts.weight import GroupedWeight, row_flops
+from trimtab.experts.weight import GroupedWeight, gradient_flops, row_flops
 from trimtab.experts.weight_grad import Sink
 from trimtab.kernels.api import Block
 from trimtab.kernels.choose import kernels_of
@@ -74,15 +74,18 @@ def run_gradients(p: Product, x: Tensor | tuple[Tensor, ...] | None, d: Tensor, 
         p.gradients(rows, d[block.rows].to(p.wide), own, block)
 
 
-def _of(x: Tensor, weight: Sequence[Tensor], offsets: Tensor, seed: Tensor | None, form: str, name: str) -> Product:
-    kernels = kernels_of(name, x.device, x.dtype)
-    return Product(GroupedWeight.of(weight, form), kernels, x.dtype, offsets, seed=None if seed is None else int(seed))
+def product_of(
+    x: Tensor, weight: Sequence[Tensor], offsets: Tensor, seed: Tensor | None, form: str, name: str, low: Any = None
+) -> Product:
+    """From what all three operators read; low: a recipe's products, which are in no operator."""
+    kernels, drawn = kernels_of(name, x.device, x.dtype), None if seed is None else int(seed)
+    return Product(GroupedWeight.of(weight, form), kernels, x.dtype, offsets, seed=drawn, low_precision=low)
 
 
 def _forward(x: Tensor, *reads: Any) -> list[Tensor]:
     *reads, keep = reads  # type: ignore[assignment]
     with without_autocast():
-        return run_forward(_of(x, *reads), x, keep)
+        return run_forward(product_of(x, *reads), x, keep)
 
 
 def _forward_fake(
@@ -96,7 +99,7 @@ def _forward_fake(
 def _back(d: Tensor, *reads: Any) -> list[Tensor]:
     *reads, need_x, need_v = reads  # type: ignore[assignment]
     with without_autocast():
-        return run_back(_of(d, *reads), d, need_x, need_v)
+        return run_back(product_of(d, *reads), d, need_x, need_v)
 
 
 def _back_fake(
@@ -111,7 +114,7 @@ def _gradients(
     out: Sequence[Tensor], wanted: Sequence[bool], adds: Sequence[bool], x: Tensor | None, d: Tensor,
     u: Tensor | None, v: Tensor | None, *reads: Any,
 ) -> None:  # fmt: skip
-    p = _of(d, *reads)
+    p = product_of(d, *reads)
     p.u, p.sink = u, Sink(wanted)
     p.sink.fill(out, adds)
     with without_autocast():
@@ -133,9 +136,7 @@ def _gradients_flops(
     out: Any, wanted: Sequence[bool], adds: Any, x: Any, d: Any, u: Any, v: Any, weight: Any, offsets: Any, seed: Any,
     form: str, *rest: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    own, a, b = row_flops(weight, form)
-    values = max(int(form.split(" ")[0]), 1)
-    return 2 * int(d[0]) * (own * any(wanted[:values]) + (a * wanted[-2] + b * wanted[-1] if a else 0))
+    return 2 * int(d[0]) * gradient_flops(weight, form, wanted)
 
 
 product_op = operator(

@@ -14,13 +14,14 @@ Legend: e experts at home, n replicas on this rank, D model dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from trimtab.autograd import eager_backward, needed
+from trimtab.autograd import eager_backward, needed, not_in_graphs
 from trimtab.errors import ConfigError
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.weight import GroupedWeight, Weights
@@ -89,9 +90,10 @@ def replicate(
     return x_MD, of_home, of_replicas
 
 
+@not_in_graphs
 def run_with_replicas(
     experts: Any, weights: Weights, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, replicas: Replicas,
-    num_slots: int | None,
+    num_slots: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`run` of an `ExpertMLP` with the weights at home plus that with the replicas'. Collective.
 
@@ -116,7 +118,7 @@ def tied(
     if not trained:
         return home, replicas, x_MD
     owners = [tensors[i] if modes[i] != "off" else None for i in trained]
-    call = _Call(route, [replicas[i] for i in trained], owners)
+    call = SimpleNamespace(route=route, replicas=[replicas[i] for i in trained], owners=owners)
     x_MD, *made = _Tied.apply(call, x_MD, *(tensors[i] for i in trained))  # type: ignore[no-untyped-call]
     call.replicas = []  # their memory is autograd's to keep, or a checkpoint's to free
     for place, i in enumerate(trained):
@@ -127,22 +129,15 @@ def tied(
     return home, replicas, x_MD
 
 
-class _Call:
-    """What is not differentiated. replicas: of what is trained. owners: the tensors at home whose gradient goes into
-    `main_grad`, None for the others."""
-
-    def __init__(self, route: Replicas, replicas: list[Tensor], owners: list[Tensor | None]) -> None:
-        self.route, self.replicas, self.owners = route, replicas, owners
-
-
 class _Tied(Function):
     """(x, trained tensors at home) -> (x, the same tensors, their replicas).
 
-    behind: for each output, the input that its gradient goes on to.
+    call: the route, the replicas of what is trained, and as `owners` the tensors at home whose gradient goes into
+    `main_grad`, None for the others. behind: for each output, the input that its gradient goes on to.
     """
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *home: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Any, x: Tensor, *home: Tensor) -> tuple[Tensor, ...]:
         inputs = range(2, 2 + len(home))
         ctx.call, ctx.behind, ctx.rows = call, (1, *inputs, *inputs), x.new_empty(0, *x.shape[1:])
         ctx.set_materialize_grads(False)
@@ -151,8 +146,7 @@ class _Tied(Function):
     @staticmethod
     @eager_backward
     def backward(ctx: Any, dx: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        _, want_rows, *wanted = needed(ctx)
+        call, (_, want_rows, *wanted) = ctx.call, needed(ctx)
         d_home, d_replicas = grads[: len(wanted)], grads[len(wanted) :]
         replicas: list[Tensor] = []
         into: list[Tensor] = []

@@ -170,3 +170,10 @@ def row_flops(shapes: Sequence[Sequence[int]], form: str) -> tuple[int, int, int
     f = form_of(form)
     own = prod(shapes[0] if f.values else shapes[0][1:]) * (_values_per_byte(f.format) if f.format else 1)
     return (own, 0, 0) if f.lora is None else (own, prod(shapes[-2][1:]), prod(shapes[-1][1:]))
+
+
+def gradient_flops(shapes: Sequence[Sequence[int]], form: str, wanted: Sequence[bool]) -> int:
+    """Multiplications of one row in the gradients that are wanted of these tensors."""
+    own, a, b = row_flops(shapes, form)
+    values = max(form_of(form).values, 1)
+    return own * any(wanted[:values]) + (a * wanted[-2] + b * wanted[-1] if a else 0)

@@ -253,9 +253,10 @@ def unchanged(job: WgradJob, reads: Sequence[Tensor]) -> WgradJob:
     return run
 
 
-def anchor(like: Tensor, wanted: bool) -> Tensor:
-    """Stands in for parameters that autograd must not meet: it would fire their hooks now, without a gradient.
-
-    An empty tensor that wants a gradient, so that there is a backward even where no other input needs one.
-    """
-    return like.new_empty(0).requires_grad_(wanted)
+def handed(tensors: Sequence[Tensor], sink: GradSink, like: Tensor) -> Sequence[Tensor]:
+    """The tensors as autograd may meet them: of parameters whose gradients come later it would fire hooks now, without
+    a gradient. Behind those an empty tensor, so that there is a backward even where no other input needs one."""
+    if sink.defer is None:
+        return tensors
+    wanted = any(t.requires_grad for t in tensors)
+    return [*(t.detach() for t in tensors), like.new_empty(0).requires_grad_(wanted)]

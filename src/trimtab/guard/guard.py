@@ -32,7 +32,7 @@ DEADLINE = 300.0
 """Seconds. Longer than a checkpoint or an evaluation that one rank does alone, shorter than a lost hour."""
 _PATIENCE = 1.0
 """Seconds: a process that dies closes its connections a moment before it is seen to be gone."""
-WAIT_SLICE = timedelta(milliseconds=100)
+_SLICE = timedelta(milliseconds=100)
 _SELDOM = 2.0
 """Seconds from one question to the store to the next at most, while the peers of a first collective are not known."""
 
@@ -137,9 +137,11 @@ class Guard(SharedWhenCopied):
         self._record.wait(True)
         try:
             for work in works:
-                while not self._done(work, start):
+                while not (answer := settled(work))[0]:
+                    if answer[0] is False:
+                        raise self._judged(start, answer[1])
                     if self._peers is None and (now := time.monotonic()) >= ask:
-                        self._try_to_meet(WAIT_SLICE.total_seconds(), whole=True)
+                        self._try_to_meet(_SLICE.total_seconds(), whole=True)
                         ask = now + min(now - start, _SELDOM)
                     if (known := self._known()) is not None:
                         raise known.error(self._waited(start))
@@ -194,20 +196,6 @@ class Guard(SharedWhenCopied):
     def in_the_world(self, error: TrimtabError) -> TrimtabError:
         """`error`, which counts ranks in this group, for those who may be in others: it says who they are."""
         return error if self._group is None else in_the_world(error, dist.get_process_group_ranks(self._group))
-
-    def _done(self, work: Waiting, start: float) -> bool:
-        try:
-            work.wait(WAIT_SLICE)
-            return True
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-        try:
-            work.wait(WAIT_SLICE)  # completed: says at once whether it failed, or was done just after the slice's end
-            return True
-        except RuntimeError as error:
-            failure = first_line(error)
-        raise self._judged(start, failure)
 
     def _meet(self) -> dict[int, tuple[PeerInfo, RankRecord | None]]:
         """Learn who the peers are. Those that have come to a first collective have all said it before."""
@@ -274,6 +262,20 @@ class Guard(SharedWhenCopied):
 
     def _waited(self, start: float) -> str:
         return f"Rank {self.rank} was {self.place()} ({time.monotonic() - start:.1f} s)."
+
+
+def settled(work: Waiting) -> tuple[bool | None, str]:
+    """Wait a slice: True where it is done, False where it has failed, None where it is under way; and what it said."""
+    said = ""
+    for _ in range(2):  # once completed it says at once whether it failed, or was done just after the slice's end
+        try:
+            work.wait(_SLICE)
+            return True, ""
+        except RuntimeError as error:
+            said = first_line(error)
+        if not work.is_completed():
+            return None, said
+    return False, said
 
 
 def _outlive(left: object) -> None:

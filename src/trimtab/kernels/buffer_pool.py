@@ -120,7 +120,4 @@ _shared: WeakValueDictionary[str, HostBufferPool] = WeakValueDictionary()
 
 def shared_pool() -> HostBufferPool:
     """The pool that all backends of this process share, for as long as one of them lives."""
-    pool = _shared.get("cpu")
-    if pool is None:
-        pool = _shared.setdefault("cpu", HostBufferPool())
-    return pool
+    return _shared.get("cpu") or _shared.setdefault("cpu", HostBufferPool())

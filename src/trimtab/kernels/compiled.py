@@ -65,8 +65,7 @@ class CompiledKernels(TorchBackend):
     Args:
         products: of `trimtab.kernels.bf16.PRODUCTS` those alone instead of the fastest.
         defines: macros for the compiler, for tests. TRIMTAB_EMULATE_BF16 names a header that gives any machine
-            all products, slowly;
-            TRIMTAB_STRAIGHT is up to how many rows read a weight where its rows lie.
+            all products, slowly.
 
     Raises:
         BackendError: switched off, not compiled, or not for this machine.
@@ -219,10 +218,7 @@ def compiled_kernels() -> CompiledKernels:
     Raises:
         BackendError: see `CompiledKernels`.
     """
-    kernels = _shared.get("cpu")
-    if kernels is None:
-        kernels = _shared.setdefault("cpu", CompiledKernels())
-    return kernels
+    return _shared.get("cpu") or _shared.setdefault("cpu", CompiledKernels())
 
 
 def are_made() -> bool:

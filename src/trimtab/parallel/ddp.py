@@ -49,9 +49,7 @@ def ddp(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMesh, **options: 
         ConfigError: no parallel experts, meshes that do not fit together or have more dims, or nothing but experts to
             train.
     """
-    check_meshes(dp_mesh=dp_mesh, edp_mesh=edp_mesh)
-    if dp_mesh.ndim != 1 or edp_mesh.ndim != 1:
-        raise ConfigError(f"ddp needs meshes of one dim, got {dp_mesh} and {edp_mesh}")
+    check_meshes(1, dp_mesh=dp_mesh, edp_mesh=edp_mesh)
     experts = join_data_parallel(model, dp_mesh, edp_mesh)
     own = {id(tensor) for module in experts for tensor in (*module.parameters(), *module.buffers())}
     dense = [p for p in model.parameters() if id(p) not in own and p.requires_grad]

@@ -82,11 +82,8 @@ class ExpertParallel(ParallelStyle):
         super().__init__()
         if tokens not in get_args(TokenMode):
             raise ConfigError(f"tokens={tokens!r} is not one of {get_args(TokenMode)}")
-        for name, mesh in (("tp_mesh", tp_mesh), ("cp_mesh", cp_mesh)):
-            if mesh is not None:
-                check_meshes(**{name: mesh})
-            if mesh is not None and mesh.ndim != 1:
-                raise ConfigError(f"{name}={mesh}: hand in a mesh of one dim")
+        given = {"tp_mesh": tp_mesh, "cp_mesh": cp_mesh}
+        check_meshes(1, **{name: mesh for name, mesh in given.items() if mesh is not None})
         if (tokens == "own") != (tp_mesh is None):
             raise ConfigError(f"tokens={tokens!r} with tp_mesh={tp_mesh}: a tp_mesh, or tokens='own'")
         self.options = ExchangeOptions(

@@ -32,19 +32,15 @@ class ExpertTensorGroup:
         self._frame = layer_frame(self.layer)
 
     @not_in_graphs
-    def meet(
-        self, x_MD: Tensor, ids_MK: Tensor, num_slots: int | None, *, grad: bool
-    ) -> tuple[RankRoute, int | None, bool]:
-        """Exchange the numbers of rows and slots with the group, and whether they want gradients. Collective; one host
-        sync.
-
-        Returns the way to all ranks and back, how many slots all have where all know it, and whether any wants `grad`.
+    def dispatch(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None) -> Dispatched:
+        """The rows of all ranks of the group, on each; their outputs go home by `combine`. Collective, with a host sync
+        in which the ranks exchange their numbers of rows and slots (-1: not known), and whether they want gradients.
 
         Raises:
             DesyncError: the ranks are not in the same call, on every rank.
             PeerLost, PhaseTimeout: a rank did not come, where the guard waits.
         """
-        (rows, width), ranks = x_MD.shape, self.size
+        (rows, width), ranks, own = x_MD.shape, self.size, wants_gradient(x_MD, w_MK)
         call = CallId(
             layer=self.layer, number=self.calls, experts=ranks, top_k=ids_MK.shape[1], width=width,
             fingerprint=f"{x_MD.dtype}, rows to every rank",
@@ -52,7 +48,7 @@ class ExpertTensorGroup:
         self.calls += 1
         rows_P = torch.full((ranks,), rows, dtype=torch.int64, device=x_MD.device)
         slots = -1 if num_slots is None else num_slots
-        message = count_message(rows_P, call, {facts.SLOTS: slots, facts.TOKENS: rows, facts.GRAD: grad})
+        message = count_message(rows_P, call, {facts.SLOTS: slots, facts.TOKENS: rows, facts.GRAD: own})
         with nullcontext() if self.guard is None else self.guard.alone(self.layer, "count"):
             if self.guard is not None:
                 self.guard.at(self.layer, "count", "forward", call.number)
@@ -64,20 +60,14 @@ class ExpertTensorGroup:
             rows=met.split_sizes(facts.ROWS), slots=of_all, call=call,
             tokens=tuple(theirs[facts.TOKENS] for theirs in met.received), agrees=False,
         )  # fmt: skip
-        known = None if min(of_all.incoming) < 0 else sum(of_all.incoming)
-        return route, known, any(theirs[facts.GRAD] for theirs in met.received)
-
-    def dispatch(self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, num_slots: int | None) -> Dispatched:
-        """The rows of all ranks of the group, on each; their outputs go home by `combine`. Collective, as `meet`."""
-        own = wants_gradient(x_MD, w_MK)
-        route, slots, wanted = self.meet(x_MD, ids_MK, num_slots, grad=own)
-        w_MK = require_grad_if_any(w_MK, wanted, own)
+        w_MK = require_grad_if_any(w_MK, any(theirs[facts.GRAD] for theirs in met.received), own)
         x, w, ids, sent = Dispatch.apply(route, x_MD, w_MK, ids_MK)  # type: ignore[no-untyped-call]
-        return Dispatched(x_MD=x, ids_MK=ids, weights_MK=w, num_slots=slots, route=route, sent=sent)
+        known = None if min(of_all.incoming) < 0 else sum(of_all.incoming)
+        return Dispatched(x_MD=x, ids_MK=ids, weights_MK=w, num_slots=known, route=route, sent=sent)
 
     def combine(self, y: Tensor, rows: Dispatched) -> Tensor:
         """Each rank's part of the outputs of `rows` -> their sums, for this rank's rows. Collective."""
-        out: Tensor = Combine.apply(rows.route, y, rows.sent)  # type: ignore[no-untyped-call]
+        out: Tensor = Combine.apply(rows.route, y, rows.sent, None)  # type: ignore[no-untyped-call]
         return out
 
 

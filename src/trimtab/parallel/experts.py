@@ -31,7 +31,7 @@ from trimtab.errors import ConfigError
 from trimtab.experts.lora import factors_of, in_use
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS
-from trimtab.experts.replicated import Replicas
+from trimtab.experts.replicated import Replicas, run_with_replicas
 from trimtab.experts.weight import LoraFactors, Weights
 from trimtab.experts.weight_grad import MAIN_GRAD_NAMES
 from trimtab.layout import experts_per_rank
@@ -62,13 +62,7 @@ def check_split(experts: ExpertMLP, place: ExpertMesh) -> None:
             f"a share must be a multiple of {max(held.outs, held.ins)}"
         )
     experts_per_rank(experts.num_experts, place.mesh.size(place.ep_dim))
-    experts.engine_for(_widths(experts, place.etp_size))
-
-
-def _widths(experts: ExpertMLP, ranks: int) -> Sequence[tuple[int, int]]:
-    """(in, out) features of each product of one of so many ranks that share F."""
-    hidden = experts.hidden // ranks
-    return [(experts.dim, 2 * hidden if experts.gated else hidden), (hidden, experts.dim)]
+    experts.engine_for(experts._widths(place.etp_size))
 
 
 class ParallelExperts(ExpertMLP):
@@ -106,7 +100,7 @@ class ParallelExperts(ExpertMLP):
         if replicas is None:
             y = super().forward(*met, num_slots=rows.num_slots)
         else:
-            y = self.run_with_replicas(self.expert_weights(), *met, replicas, rows.num_slots)
+            y = run_with_replicas(self, self.expert_weights(), *met, replicas, rows.num_slots)
         return self.etp.combine(y, rows)
 
     def expert_weights(self) -> Weights:
@@ -195,9 +189,8 @@ class ParallelExperts(ExpertMLP):
                     mine = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
                     param.to_local().copy_(mine.to_local())
 
-    def _widths(self) -> Sequence[tuple[int, int]]:
-        """Of this rank's share."""
-        return _widths(self, 1 if self.etp is None else self.etp.size)
+    def _widths(self, ranks: int = 1) -> Sequence[tuple[int, int]]:
+        return super()._widths(1 if self.etp is None else self.etp.size)
 
     def _local(self, name: str) -> Tensor:
         """This rank's part of a parameter, differentiable; where its gradients go (`main_grad`) comes along."""

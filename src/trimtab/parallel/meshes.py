@@ -38,12 +38,14 @@ def ranks_of(mesh: DeviceMesh | None) -> set[int]:
     return set() if mesh is None else set(mesh.mesh.flatten().tolist())
 
 
-def check_meshes(**meshes: object) -> None:
-    """Raises ConfigError: one of them is no mesh, or its ranks do not ascend along each dim. torch sorts the ranks of a
-    group: what is cut by place in the mesh would be looked for by rank."""
+def check_meshes(dims: int = 0, /, **meshes: object) -> None:
+    """Raises ConfigError: one of them is no mesh, not of so many dims, or its ranks do not ascend along each dim. torch
+    sorts the ranks of a group: what is cut by place in the mesh would be looked for by rank."""
     for name, mesh in meshes.items():
         if not isinstance(mesh, DeviceMesh):
             raise ConfigError(f"{name}={mesh!r} is no DeviceMesh: make one, as init_device_mesh('cuda', (8,)) does")
+        if dims and mesh.ndim != dims:
+            raise ConfigError(f"{name}={mesh}: hand in a mesh of one dim")
         place = mesh.get_coordinate() or ()
         for dim in range(len(place)):
             line = mesh.mesh[tuple(slice(None) if d == dim else at for d, at in enumerate(place))].tolist()

@@ -5,21 +5,18 @@ Legend: B batch, L positions, l positions of this rank, D model dim.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trimtab.autograd import detached_reshape, refuse_transforms
+from trimtab.autograd import refuse_transforms
 from trimtab.dispatch.facts import Facts, LineTokens
 from trimtab.dispatch.sequence_shard import shard, unshard
 from trimtab.errors import ConfigError
-from trimtab.layout import SequenceLayout
 from trimtab.moe import MoE, MoEOutput
 from trimtab.parallel.experts import ParallelExperts
 from trimtab.parallel.meshes import SumGradients, TokenMeshes, check_meshes
@@ -74,7 +71,7 @@ class ParallelMoE(MoE):
 
     def _facts(self, x: Tensor) -> Facts:
         tp, cp = self.lines
-        weights = self.dispatcher.weights_fact(chain(self.experts.named_parameters(), self.experts.named_buffers()))
+        weights = self.dispatcher.weights_fact(self.experts)
         if max(tp, cp) < 0:
             return Facts(weights)
         by_sequence = any(router.config.sequence_aux_loss for router in routers(self.router).values())
@@ -87,19 +84,11 @@ class ParallelMoE(MoE):
 
     def _share(self, t: Tensor) -> Tensor:
         """[*lead, L, any] -> [*lead, l, any]. No communication; one all-gather in the backward."""
-        group = self.tp_group
-        if not self.shares or group is None:
-            return t
-        layout = _layout(t, group)
-        mine = shard(t.reshape(layout.batch * layout.length, t.shape[-1]), layout, group)
-        return mine.view(*t.shape[:-2], layout.shard_length(dist.get_rank(group)), t.shape[-1])
+        return shard(t, self.tp_group) if self.shares and self.tp_group is not None else t
 
     def _whole(self, y: Tensor, like: Tensor) -> Tensor:
         """[*lead, l, D] -> [*lead, L, D], the same on every rank. One all-gather; none in the backward."""
-        group = self.tp_group
-        if not self.shares or group is None:
-            return y
-        return detached_reshape(unshard(y.reshape(-1, y.shape[-1]), _layout(like, group), group), like.shape)
+        return unshard(y, like.shape[-2], self.tp_group) if self.shares and self.tp_group is not None else y
 
     def _places(self) -> list[Place]:
         """Places of the trained parameters other than the experts', in a fixed order."""
@@ -111,10 +100,6 @@ class ParallelMoE(MoE):
             for name, param in module.named_parameters(recurse=False)
             if param.requires_grad
         ]
-
-
-def _layout(t: Tensor, group: dist.ProcessGroup) -> SequenceLayout:
-    return SequenceLayout.even(math.prod(t.shape[:-2]), t.shape[-2], dist.get_world_size(group))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError, InputError
-from trimtab.routing.losses import Groups, StepTotals, all_sum
+from trimtab.routing.losses import Groups, StepTotals, take_sums
 from trimtab.routing.quantile import quantile_bias
 from trimtab.routing.router import Router
 from trimtab.validation import is_finite
@@ -53,12 +53,11 @@ def update_bias(model: nn.Module, group: Groups = None) -> dict[str, Tensor]:
         if others:
             raise ConfigError("the routers' losses are summed over different ranks: hand in the `group` of the loads")
     # One row for each expert: its load, and for the quantile rule what tokens require.
-    parts = [torch.cat([r.required(), r.take_loads()[:, None]], 1) for r in found.values()]
-    summed = torch.split(all_sum(torch.cat([part.flatten() for part in parts]), group), [p.numel() for p in parts])
+    counted = {name: torch.cat([r.required(), r.take_loads()[:, None]], 1) for name, r in found.items()}
     loads = {}
-    for (name, router), part, sum_N in zip(found.items(), parts, summed, strict=True):
-        bias_E, c = router.expert_bias, router.config
-        required_EH, loads[name] = sum_N.view_as(part)[:, :-1], sum_N.view_as(part)[:, -1].contiguous()
+    for name, sums in take_sums(counted, group).items():
+        bias_E, c = found[name].expert_bias, found[name].config
+        required_EH, loads[name] = sums[:, :-1], sums[:, -1].contiguous()
         if bias_E is not None and c.bias_rule == "quantile":
             bias_E.copy_(quantile_bias(required_EH, bias_E, c.top_k))
         elif bias_E is not None:

@@ -37,11 +37,11 @@ class RouterConfig:
         group_score: what a group is worth, the sum of its best two scores ("top2") or its best ("max").
         bias: an expert bias joins the scores for the selection only (aux-loss-free balancing, arXiv 2408.15664).
         bias_rule: how it moves, once per optimizer step, see `trimtab.update_bias`: "sign" by `bias_rate` towards the
-            mean load; "quantile" to what would have balanced the step, without a rate (see `trimtab.routing.quantile`;
+            mean load; "quantile" to what would have made them even, without a rate (see `trimtab.routing.quantile`;
             of scores up to 1, without groups).
         bias_rate: of "sign".
         select: how experts are chosen; a name of `trimtab.routing.select.SELECTS`. Sinkhorn and expert choice balance
-            the tokens of a call on this rank; a single token has nothing to be balanced with.
+            the tokens of a call on this rank; a single token has nothing beside it.
         sinkhorn_iterations: how many.
         aux_loss, sequence_aux_loss, global_aux_loss, z_loss: coefficients, 0 for none, see `trimtab.routing.losses`.
             The third one's loads are those of an optimizer step so far: `trimtab.update_bias(model)` after each step

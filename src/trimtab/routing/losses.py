@@ -15,6 +15,7 @@ Legend: T tokens of this rank, B sequences, E experts, K experts per token, N re
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from trimtab.guard.guard import SharedWhenCopied
 from trimtab.routing.config import COEFFICIENTS, RouterConfig
-from trimtab.routing.decision import Routing
+from trimtab.routing.port import Routing
 from trimtab.routing.scores import SCORES, count_ids
 
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
@@ -97,6 +98,18 @@ def all_sum(t: Tensor, groups: Groups) -> Tensor:
     for group in each_group(groups):
         dist.all_reduce(summed, group=group)
     return summed
+
+
+def take_sums(counts: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]:
+    """The counts, all of one dtype, summed over the ranks of all groups in one all-reduce; they begin anew at zero."""
+    if not counts:
+        return {}
+    summed = all_sum(torch.cat([each.flatten() for each in counts.values()]), groups)
+    parts = torch.split(summed, [each.numel() for each in counts.values()])
+    taken = {name: part.view_as(each) for (name, each), part in zip(counts.items(), parts, strict=True)}
+    for each in counts.values():
+        each.zero_()
+    return taken
 
 
 def balance_losses(

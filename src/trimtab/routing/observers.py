@@ -6,16 +6,17 @@ Legend: B sequences, L positions, T tokens of this rank, E experts, K experts pe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decision import Basis, Routing
-from trimtab.routing.losses import Groups, LossGroups, StepTotals, all_sum, balance_losses
-from trimtab.routing.port import Observer, RouterInfo, RouterRun
+from trimtab.routing.loads import load_metrics
+from trimtab.routing.losses import Groups, LossGroups, StepTotals, balance_losses, take_sums
+from trimtab.routing.port import Basis, Observer, RouterInfo, RouterRun, Routing
 from trimtab.routing.quantile import BINS, add_required
 from trimtab.routing.recompute import noted
 from trimtab.routing.replay import Decisions
@@ -114,12 +115,10 @@ class Replayer(Observer):
         decisions, K = self._decisions, self._decisions.ids.shape[3]
         if set(map(base_of, decisions.layers)) != set(routers):
             raise InputError(f"decisions for the layers {decisions.layers}, but the model's are {tuple(routers)}")
-        experts = {name: info.num_experts for name, info in routers.items()}
-        if wrong := {name: count for name, count in experts.items() if count != decisions.num_experts}:
-            raise InputError(f"decisions among {decisions.num_experts} experts, but the model has {wrong}")
-        columns = {name: info.top_k for name, info in routers.items()}
-        if others := {name: count for name, count in columns.items() if count != K}:
-            raise InputError(f"decisions of {K} experts per token, but the model takes {others}")
+        told = f"decisions among {decisions.num_experts} experts, {K} per token"
+        sizes = {name: (info.num_experts, info.top_k) for name, info in routers.items()}
+        if wrong := {name: size for name, size in sizes.items() if size != (decisions.num_experts, K)}:
+            raise InputError(f"{told}, but the model has (experts, per token) {wrong}")
 
     def decide(self, run: RouterRun) -> Tensor:
         name, family, tokens = run.name, run.info.family, run.logits_TE.shape[0]
@@ -163,47 +162,35 @@ class Loads(Observer):
     def __init__(self, *, every: bool = False) -> None:
         self._every = every
         self._counts: dict[str, Tensor] = {}
-        self._dropped: dict[str, Tensor] = {}
 
     def begin(self, routers: Mapping[str, RouterInfo], device: torch.device) -> None:
-        self._counts = {name: _zeros(info.num_experts, device) for name, info in routers.items()}
-        self._dropped = {name: _zeros(1, device) for name in routers}
+        self._counts = {name: _zeros(info.num_experts + 1, device=device) for name, info in routers.items()}
 
     def see(self, run: RouterRun) -> None:
         if run.counts if not self._every else not run.again and run.shape is not None:
-            counts_E = self._counts[run.info.name]
-            counts_E += run.kept_E.to(counts_E.device)
+            counts = self._counts[run.info.name]
+            counts[:-1] += run.kept_E.to(counts.device)
             if run.kept_E is not run.chosen_E:
-                self._dropped[run.info.name] += (run.chosen_E.sum() - run.kept_E.sum()).to(counts_E.device)
+                counts[-1] += (run.chosen_E.sum() - run.kept_E.sum()).to(counts.device)
 
-    def take(self) -> Tensor:
-        """This rank's counts since the last call, int64: [E] of each layer end to end, then dropped slots by layer."""
-        every = [*self._counts.values(), *self._dropped.values()]
-        taken = torch.cat(every)
-        for counts in every:
-            counts.zero_()
-        return taken
+    def take(self, group: Groups = None) -> dict[str, Tensor]:
+        """By router, [E + 1] int64 since the last call: slots of each expert, then those for which it had no room;
+        summed over the ranks of the group, all of which call."""
+        return take_sums(self._counts, group)
 
-    def split(self, summed: Tensor) -> dict[str, Tensor]:
-        """[E] by layer, of what `take` gave or of its sum over ranks."""
-        sizes = [counts.numel() for counts in self._counts.values()]
-        return dict(zip(self._counts, torch.split(summed[: sum(sizes)], sizes), strict=True))
-
-    def listed(self, summed: Sequence[float]) -> dict[str, tuple[list[int], int]]:
-        """(slots per expert, dropped slots) by layer, of the list of such a sum."""
-        found, start = {}, 0
-        dropped = summed[len(summed) - len(self._counts) :]
-        for (name, counts_E), lost in zip(self._counts.items(), dropped, strict=True):
-            end = start + counts_E.numel()
-            found[name], start = ([round(count) for count in summed[start:end]], round(lost)), end
-        return found
+    def records(self, group: Groups = None, times: int = 1) -> dict[str, dict[str, Any]]:
+        """`trimtab.routing.loads.load_metrics` by router, of what `take` gives. times: how many ranks of the group hold
+        the same tokens."""
+        taken = self.take(group)
+        counted = (torch.cat([*taken.values()]) // times).cpu()
+        parts = torch.split(counted, [counts.numel() for counts in taken.values()])
+        return {name: load_metrics(part[:-1].tolist(), int(part[-1])) for name, part in zip(taken, parts, strict=True)}
 
 
 class Quantiles(Observer):
     """Counts what tokens require of each expert's bias, see `trimtab.routing.quantile`.
 
     bias: by router name, what reads its selection bias [E].
-
     """
 
     def __init__(self, bias: Mapping[str, Callable[[], Tensor]]) -> None:
@@ -211,8 +198,7 @@ class Quantiles(Observer):
         self._histograms: dict[str, Tensor] = {}
 
     def begin(self, routers: Mapping[str, RouterInfo], device: torch.device) -> None:
-        self._histograms = {name: torch.zeros(routers[name].num_experts, BINS, dtype=torch.int64, device=device)
-                           for name in self._bias}  # fmt: skip
+        self._histograms = {name: _zeros(routers[name].num_experts, BINS, device=device) for name in self._bias}
 
     def see(self, run: RouterRun) -> None:
         read = self._bias.get(run.info.name)
@@ -222,16 +208,8 @@ class Quantiles(Observer):
                 add_required(self._histograms[run.info.name], run.scores(), read(), run.info.top_k, run.real_T)
 
     def take(self, group: Groups) -> dict[str, Tensor]:
-        """By router name, [E, H] int64 since the last call, summed over the ranks of the group: all of them call."""
-        if not self._histograms:
-            return {}
-        parts = [histogram.flatten() for histogram in self._histograms.values()]
-        summed = torch.split(all_sum(torch.cat(parts), group), [part.numel() for part in parts])
-        named = zip(self._histograms.items(), summed, strict=True)
-        found = {name: sum_N.view_as(histogram_EH) for (name, histogram_EH), sum_N in named}
-        for histogram_EH in self._histograms.values():
-            histogram_EH.zero_()
-        return found
+        """By router, [E, H] int64 since the last call, summed over the ranks of the group: all of them call."""
+        return take_sums(self._histograms, group)
 
 
 class BalanceLosses(Observer):
@@ -296,5 +274,5 @@ def base_of(name: str) -> str:
     return name.partition("#")[0]
 
 
-def _zeros(size: int, device: torch.device) -> Tensor:
+def _zeros(*size: int, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=torch.int64, device=device)

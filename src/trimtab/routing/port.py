@@ -6,9 +6,7 @@
 `Router.port` is one, and so is that of Megatron's router; `integrations.transformers.routers.ports` puts one in front
 of each router of a transformers model. `trimtab.observing(model, *observers)` adds observers to all of them.
 
-Ids are coded in one tensor: an expert, -1 for none, -2 - e for an expert e that was picked but had no room.
-
-Legend: B sequences, L positions, T tokens of this rank, E experts, K experts per token.
+Legend: B sequences, L positions, T tokens of this rank, E experts, K experts per token (E with expert choice).
 """
 
 from __future__ import annotations
@@ -16,22 +14,88 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
 from trimtab.autograd import in_backward, not_in_graphs
+from trimtab.operators import exportable
 from trimtab.routing.recompute import counted_before, replayed, replaying, running
 from trimtab.routing.scores import count_ids
+
+OWN = "trimtab"  # the family of our own routers
+
+
+class Decision(NamedTuple):
+    """The experts of each token, int64.
+
+    chosen_TK: those picked, -1 for none. kept_TK: -1 also where an expert had no room; the same without a capacity.
+    most_slots: how many of the kept are not -1 at most, where a capacity says so.
+    complete: whether every pick is known to name an expert.
+    """
+
+    chosen_TK: Tensor
+    kept_TK: Tensor
+    most_slots: int | None = None
+    complete: bool = False
+
+    @property
+    def coded(self) -> Tensor:
+        """Both in one tensor: an expert, -1 for none, -2 - e for an expert e that was picked but had no room."""
+        if self.kept_TK is self.chosen_TK:
+            return self.chosen_TK
+        return torch.where(self.kept_TK == self.chosen_TK, self.kept_TK, -2 - self.chosen_TK)
+
+
+def decoded(ids_TK: Tensor) -> Decision:
+    """The decision that `Decision.coded` gave, int64."""
+    return Decision(torch.where(ids_TK < -1, -2 - ids_TK, ids_TK), ids_TK.clamp(min=-1))
+
+
+@exportable
+class Basis(NamedTuple):
+    """What `Router.losses` takes the losses from. real_T: the token mask. batch: sequences among the tokens."""
+
+    ids_TK: Tensor
+    chosen_TK: Tensor
+    chosen_E: Tensor
+    scores_TE: Tensor
+    real_T: Tensor | None
+    batch: int
+    most_slots: int | None
+
+
+@exportable
+class Routing(NamedTuple):
+    """One routing decision.
+
+    ids_TK: int64 expert ids; -1 where a slot is dropped or the token is not real.
+    weights_TK: float32 (float64 for float64 tokens); 0 where the id is -1, NaN for a token whose logits are not
+        finite, so that dispatch raises on every rank.
+    loads_E: int64, kept slots of real tokens of this rank; padding is not counted.
+    logits_TE: float32 (float64 for float64 tokens).
+    basis: for `Router.losses`.
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    loads_E: Tensor
+    logits_TE: Tensor
+    basis: Basis | None = None
+
+    @property
+    def most_slots(self) -> int | None:
+        """How many ids are not -1 at most, where a capacity says so and they are still those that were decided."""
+        return None if self.basis is None or self.ids_TK is not self.basis.ids_TK else self.basis.most_slots
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterInfo:
     """What is known of a router before it runs.
 
-    name: of its module, without what wrappers (DDP, peft, torch.compile, checkpointing) add.
+    name: of its module, without what DDP, peft, torch.compile and checkpointing add; of ours once it is observed.
     top_k: how many ids a decision has for a token.
     score: how logits become scores: a name of `trimtab.routing.scores.SCORES`, "given", or a family's own.
     family: for errors.
@@ -39,11 +103,11 @@ class RouterInfo:
     holes: some ids of a token may be -1.
     """
 
-    name: str
     num_experts: int
     top_k: int
+    name: str = ""
     score: str = "softmax"
-    family: str = "trimtab"
+    family: str = OWN
     partial: bool = False
     holes: bool = True
 
@@ -83,7 +147,7 @@ class RouterRun:
 
     @property
     def ids_TK(self) -> Tensor:
-        """The ids that hold, coded; the router's own are computed when they are first asked for."""
+        """The ids that hold; the router's own are computed when they are first asked for."""
         if not isinstance(self._ids, Tensor):
             self._ids = self._ids()
         return self._ids
@@ -122,7 +186,8 @@ class RouterRun:
 
 
 class Observer:
-    """Takes part in each run of the routers it is added to. A subclass overrides what it needs.
+    """Takes part in each run of the routers it is added to. A subclass overrides what it needs. Ids are coded as in
+    `Decision.coded`.
 
     traced: `see` is traced in the graphs of `torch.compile`; without, it runs between two graphs. `decide` is traced.
     copied: a copy of the model keeps it; it has no state that changes then.
@@ -135,7 +200,7 @@ class Observer:
         """The routers that it is added to, by name, each time that it is added."""
 
     def decide(self, run: RouterRun) -> Tensor | None:
-        """Other ids [T, K] for `run.ids_TK`, coded; None to leave them. Taken as they are: bias, groups and capacity
+        """Other ids [T, K] for `run.ids_TK`; None to leave them. Taken as they are: bias, groups and capacity
         are kept by changing `run.ids_TK`. No -1 but where `run.info.partial` or `holes` has it. Runs without gradients;
         not called where ids are given to the layer, nor in a recompute that has a tape of the first run."""
 
@@ -204,9 +269,6 @@ class Port:
         losses = [observer.see(run) for observer in self.observers if observer.traced == traced]
         return [loss for loss in losses if loss is not None]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Port:
-        return Port(self.info, self._copied())
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Port, (self.info, self._copied())
 
@@ -217,8 +279,7 @@ class Port:
         self.observers = [*self.observers, *observers]
 
     def remove(self, observers: Sequence[Observer]) -> None:
-        gone = {id(observer) for observer in observers}
-        self.observers = [observer for observer in self.observers if id(observer) not in gone]
+        self.observers = [one for one in self.observers if not any(one is gone for gone in observers)]
 
 
 class _WithLoss(Function):

@@ -1,4 +1,4 @@
-"""Quantile balancing: the selection bias that would have balanced the step's tokens, solved for instead of stepped to.
+"""Quantile balancing: the selection bias that would have evened out the step's loads, solved for instead of stepped to.
 
 From the Kimi K3 technical report, section 2.3.3, equations 13 and 14, and appendix D; after Jianlin Su,
 https://kexue.fm/archives/11619. torchtitan (#4577) and Megatron-Core (#5349, #6637) have it so. A token takes expert e

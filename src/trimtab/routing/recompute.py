@@ -36,32 +36,14 @@ class _Tape:
         self.graded = self.graded if again else torch.is_grad_enabled()
         self._taken.clear()
 
-    def record(self, decided: Sequence[Tensor], kind: str) -> None:
-        """Keep a copy, which nobody writes to."""
-        self._decided.setdefault(kind, []).append([t.clone() for t in decided])
-
-    def take(self, like: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
-        """What was decided at this place. Raises InputError: nothing, or for other tokens."""
-        recorded, at = self._decided.get(kind, []), self._taken.get(kind, 0)
-        self._taken[kind] = at + 1
-        if at >= len(recorded) or [t.shape for t in recorded[at]] != [t.shape for t in like]:
-            raise InputError(
-                "a checkpointed block came to another router, or with another number of tokens, than in its first run: "
-                "what is checkpointed must do the same in both",
-                phase="route",
-            )
-        taken: Sequence[Tensor] = recorded[at]
-        return taken
-
-    def note(self, value: Any, kind: object) -> None:
-        """Keep a value that is no tensor of its own."""
+    def keep(self, value: Any, kind: object) -> None:
         self._decided.setdefault(kind, []).append(value)
 
-    def noted(self, kind: object, default: Any) -> Any:
-        """The value noted at this place; `default` where there is none."""
-        noted, at = self._decided.get(kind, []), self._taken.get(kind, 0)
+    def next(self, kind: object, default: Any) -> Any:
+        """The value kept at this place; `default` where there is none."""
+        kept, at = self._decided.get(kind, []), self._taken.get(kind, 0)
         self._taken[kind] = at + 1
-        return noted[at] if at < len(noted) else default
+        return kept[at] if at < len(kept) else default
 
 
 class _Tapes(threading.local):
@@ -176,14 +158,15 @@ def replaying() -> bool:
     return any(tape.again for tape in _TAPES.running)
 
 
-def noted(value: T, kind: object) -> T:
-    """`value`; in the second run of a block the value that the first one noted. kind: names the queue."""
+def noted(value: T, kind: object, *missing: T) -> T:
+    """`value`; in the second run of a block the value that the first one noted, and where it noted none, `missing` or
+    `value`. kind: names the queue."""
     for tape in _TAPES.running:
         if tape.again:
-            value = tape.noted(kind, value)
+            value = tape.next(kind, *missing or (value,))
     for tape in _TAPES.running:
         if not tape.again:
-            tape.note(value, kind)
+            tape.keep(value, kind)
     return value
 
 
@@ -199,14 +182,14 @@ def replayed(decided: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
 
 
 def _replayed(decided: Sequence[Tensor], kind: str) -> Sequence[Tensor]:
-    given = decided
-    for tape in _TAPES.running:
-        if tape.again:
-            given = tape.take(decided, kind)
-    for tape in _TAPES.running:
-        if not tape.again:
-            tape.record(given, kind)
-    return [t.clone() for t in given]
+    given = noted([t.clone() for t in decided], kind, [])
+    if [t.shape for t in given] != [t.shape for t in decided]:
+        raise InputError(
+            "a checkpointed block came to another router, or with another number of tokens, than in its first run: "
+            "what is checkpointed must do the same in both",
+            phase="route",
+        )
+    return [t.clone() for t in given]  # nobody writes to what was kept
 
 
 _REPLAYED = operator(

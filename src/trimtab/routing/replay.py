@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trimtab.atomic_write import whole
 from trimtab.errors import InputError
-from trimtab.routing.decision import Decision, decoded
 from trimtab.validation import holds_ids, wide_ids
 
 FORMAT = "trimtab.decisions"
@@ -32,7 +31,7 @@ class Decisions:
     num_experts: E, of every layer.
     layers: the names of the layers, in the order of the third dim.
 
-    Where every pick had room, a layer's are also what `MoE(..., ids=)` takes.
+    Where every pick had room, `ids[:, :, i]` is also what `MoE(..., ids=)` takes.
 
     Raises:
         InputError: shapes, dtypes or ids other than these.
@@ -56,16 +55,6 @@ class Decisions:
             raise InputError(
                 f"decisions name experts {low}..{high}, the model has 0..{self.num_experts - 1} (-1 for none)"
             )
-
-    def layer(self, name: str) -> Decision:
-        """One layer's, as [B * L, K] int64.
-
-        Raises:
-            InputError: no such layer.
-        """
-        if name not in self.layers:
-            raise InputError(f"no decisions for layer {name!r}; there are {self.layers}", phase="route")
-        return decoded(self.ids[:, :, self.layers.index(name)].flatten(0, 1).long())
 
     def cut(self, start: int, end: int) -> Decisions:
         """Those of the positions start..end - 1 of every sequence: what a rank that holds these replays."""

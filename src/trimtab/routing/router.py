@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from trimtab.errors import InputError
 from trimtab.kernels.tensor_checks import dense, described
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.decision import Basis, Decision, Routing, decoded
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
-from trimtab.routing.port import Port, RouterInfo, RouterRun
+from trimtab.routing.port import Basis, Decision, Port, RouterInfo, RouterRun, Routing, decoded
 from trimtab.routing.quantile import BINS, add_required
 from trimtab.routing.recompute import counted_before, replayed, replaying, running
 from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
@@ -66,7 +65,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim, dtype=dtype or torch.float32, device=device))
         bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device) if config.bias else None
         self.register_buffer("expert_bias", bias)
-        self.port = Port(self.info)
+        partial = config.experts_pick or config.capacity_factor is not None
+        experts, columns = config.num_experts, config.columns
+        self.port = Port(RouterInfo(num_experts=experts, top_k=columns, score=config.score, partial=partial))
         # Of this step; not buffers: DDP would give every rank those of rank 0.
         self._loads = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         self._counts = torch.zeros(config.num_experts, dtype=torch.float64, device=device)
@@ -81,13 +82,6 @@ class Router(nn.Module):
         self.weight.uniform_(-bound, bound)
         if self.expert_bias is not None:
             self.expert_bias.zero_()
-
-    @property
-    def info(self) -> RouterInfo:
-        """For observers, who name it."""
-        c = self.config
-        partial = c.experts_pick or c.capacity_factor is not None
-        return RouterInfo(name="", num_experts=c.num_experts, top_k=c.columns, score=c.score, partial=partial)
 
     def take_loads(self) -> Tensor:
         """How many slots picked each expert since the last call: [E] int64, this rank's. Ends the optimizer step."""

@@ -104,17 +104,6 @@ def sinkhorn(logits_TE: Tensor, real_T: Tensor | None, iterations: int) -> Tenso
     return rows
 
 
-def expert_choice(scores_TE: Tensor, real_T: Tensor | None, room: int) -> Tensor:
-    """Each expert's `room` best tokens (Zhou et al., arXiv 2202.09368), as ids [T, E]: e or -1 in column e.
-
-    A token may be picked by any number of experts, so K is E: the one bound that all ranks agree on unasked.
-    """
-    order = _only(real_T, scores_TE).sort(dim=0, descending=True, stable=True).indices
-    first_T1 = torch.arange(order.shape[0], device=order.device)[:, None] < room  # no slice of a symbolic length
-    chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, order, first_T1.expand_as(order))
-    return torch.where(chosen, torch.arange(scores_TE.shape[1], device=scores_TE.device), -1)
-
-
 def _pick_top(c: Choosing) -> Tensor:
     values, o = c.scores_TE if c.bias_E is None else c.scores_TE + c.bias_E, c.config
     return top(limit_groups(values, o.groups, o.top_groups, o.group_score) if o.groups > 1 else values, o.top_k)
@@ -127,7 +116,15 @@ def _pick_sinkhorn(c: Choosing) -> Tensor:
 
 
 def _pick_by_experts(c: Choosing) -> Tensor:
-    return expert_choice(c.scores_TE, c.real_T, c.config.room(c.scores_TE.shape[0]))
+    """Each expert's best tokens (Zhou et al., arXiv 2202.09368), as ids [T, E]: e or -1 in column e.
+
+    A token may be picked by any number of experts, so K is E: the one bound that all ranks agree on unasked.
+    """
+    tokens, num_experts = c.scores_TE.shape
+    order = _only(c.real_T, c.scores_TE).sort(dim=0, descending=True, stable=True).indices
+    first_T1 = torch.arange(tokens, device=order.device)[:, None] < c.config.room(tokens)  # no slice of symbolic length
+    chosen = torch.zeros_like(c.scores_TE, dtype=torch.bool).scatter_(0, order, first_T1.expand_as(order))
+    return torch.where(chosen, torch.arange(num_experts, device=order.device), -1)
 
 
 def _pick_in_turn(c: Choosing) -> Tensor:
@@ -139,7 +136,7 @@ def _pick_in_turn(c: Choosing) -> Tensor:
 
 SELECTS: dict[str, Select] = {
     "topk": Select(pick=_pick_top, says="each token's best experts"),
-    "sinkhorn": Select(pick=_pick_sinkhorn, says="balanced assignment while training, top-k otherwise"),
+    "sinkhorn": Select(pick=_pick_sinkhorn, says="even assignment while training, top-k otherwise"),
     "expert_choice": Select(
         pick=_pick_by_experts, says="experts pick tokens (arXiv 2202.09368)", experts_pick=True
     ),

@@ -22,10 +22,10 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
-from trimtab.integrations.transformers.replicated_params import average_replicated
+from trimtab.integrations.transformers.lora import average_replicated
+from trimtab.integrations.transformers.model_loads import ModelLoads
 from trimtab.integrations.transformers.routers.observe import Observed
-from trimtab.integrations.transformers.trainer.replica_counts import ReplicaCounts, with_replica_counts
-from trimtab.routing.loads import load_metrics, load_scalars
+from trimtab.routing.loads import load_scalars
 from trimtab.routing.observers import BalanceLosses, Loads
 from trimtab.train.assistant_spans import IGNORED
 from trimtab.train.config import Mesh, TrainConfig
@@ -100,8 +100,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self.balance = BalanceLosses(aux_loss=coefficient or 0.0, z_loss=0.0, group=lambda: group)
         self.balance.micro_batches = config.grad_accum
         self._without_logits = {"output_router_logits": False} if hasattr(text, "output_router_logits") else {}
-        self.loads, self.replicas = Loads(), ReplicaCounts(model)
-        self.observed = Observed(model, self.loads, *([self.balance] if coefficient else []))
+        self.loads = ModelLoads(model, *([self.balance] if coefficient else []))
         device = self.args.device
         # Sums of counts stay exact; Apple's GPUs have no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
@@ -185,7 +184,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self, model: Any, inputs: dict[str, torch.Tensor], rows: torch.Tensor | None = None
     ) -> tuple[Any, torch.Tensor]:
         """The outputs for a batch, and the sum of its targets' losses. rows: those whose tokens count in loads."""
-        self.observed.token_mask = inputs["real"] if rows is None else inputs["real"] & rows[:, None]
+        self.loads.observed.token_mask = inputs["real"] if rows is None else inputs["real"] & rows[:, None]
         given = {name: value for name, value in inputs.items() if name not in ("labels", "real")}
         if "position_ids" in inputs and is_flash_attention_requested(self.model.config):
             # Its kernels look at positions in a batch of one row alone.
@@ -216,8 +215,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             sums += torch.stack([nll.to(self._wide), (inputs["labels"][:, 1:] != IGNORED).sum().to(self._wide)])
         counting.remove()
         self.model.train()
-        nll, targets, *counts = all_sum(torch.cat([sums, routed.take().to(self._wide)])).tolist()
-        worst = max(load_metrics(loads)["max_vio"] for loads, _ in routed.listed(counts).values())
+        nll, targets = all_sum(sums).tolist()
+        loads = routed.records(dist.group.WORLD if dist.is_initialized() else None)
+        worst = max(record["max_vio"] for record in loads.values())
         return {"eval_loss": nll / max(targets, 1.0), "eval_max_vio": worst}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -225,8 +225,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         if "grad_norm" not in logs:  # the Trainer's closing summary
             return
         # The ranks of a TP group hold the same batch: the sum has it tp times.
-        summed = all_sum(torch.cat([self._nll[None], self.loads.take().to(self._wide)])) / self.mesh.tp
-        nll, *counts = summed.tolist()
+        nll = float(all_sum(self._nll)) / self.mesh.tp
         self._nll.zero_()
         self.balance.reset()
         now = time.perf_counter()
@@ -247,8 +246,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         due = step % self.eval_every == 0 or step == self.args.max_steps or self.checkpoints.is_due(step)
         if self.held_out is not None and due:
             record |= self._evaluate(self.held_out)
-        layers = {name: load_metrics(loads) for name, (loads, _) in self.loads.listed(counts).items()}
-        layers = with_replica_counts(layers, self.replicas.reported())
+        layers = self.loads.take(self.mesh.tp)
         super().log(record | load_scalars(layers), start_time)
         self._evaluated = f", eval {record['eval_loss']:.3f}" if "eval_loss" in record else self._evaluated
         shown = f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s"

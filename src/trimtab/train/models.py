@@ -13,8 +13,8 @@ import trimtab.integrations.transformers
 from trimtab.checkpoint.ranks import on_every_rank
 from trimtab.convert.layouts import experts_modules
 from trimtab.errors import ConfigError, first_line
-from trimtab.integrations.transformers.lora.config import lora_config
-from trimtab.integrations.transformers.quantized.params import allocate_params
+from trimtab.integrations.transformers.lora import lora_config
+from trimtab.integrations.transformers.quantized import allocate_params
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
 from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig, experts_in
 from trimtab.train.config import Mesh, TrainConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint.folder import CONFIG, UNFINISHED, step_folder, step_of, whole_checkpoints
-from trimtab.routing.load_picture import read_metrics
+from trimtab.routing.loads import read_metrics
 
 if TYPE_CHECKING:
     from trimtab.train.readers import Record

@@ -22,7 +22,7 @@ from trimtab.convert.merge import CONFIG, TENSORS
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.summary import summary
 from trimtab.processes import leave_group
-from trimtab.routing.load_picture import draw_loads
+from trimtab.routing.loads import draw_loads
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import load_model, mask_by_positions, whole_model, with_adapters
 from trimtab.train.out_folder import make_room

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trimtab.checkpoint.folder import CONFIG, carried_files
-from trimtab.checkpoint.state import plain_name, unwrapped
+from trimtab.checkpoint.state import unwrapped
+from trimtab.convert.export import LiveModel, send_all
 from trimtab.convert.files import SHARD_BYTES, SafetensorsFolder, holds_safetensors, write_safetensors
 from trimtab.convert.merge import WithAdapters, read_adapter
 from trimtab.convert.source import RECORD, check_state, ties, without
@@ -79,12 +79,11 @@ def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, 
     """Write what `source` was opened for, trained, to `folder`, in `dtype` or each weight in the checkpoint's. Every
     rank must call; one has `write`."""
     inner = unwrapped(model)
-    saved = _as_saved(_Live(inner), inner, source, dtype)
+    saved = _as_saved(LiveModel(inner, write=write), inner, source, dtype)
     if write:
         _write_all(saved, source, folder, dtype)
-    else:  # gathers with the others
-        for name in saved.infos:
-            saved.read([name])
+    else:
+        send_all(saved)
 
 
 def write_merged(adapter: Path, model: Any, source: Source, folder: Path, *, dtype: str | None) -> str:
@@ -238,29 +237,21 @@ def _cast(name: str, info: TensorInfo, source: Source, dtype: str | None) -> Ste
     held = source.store.infos
     common = Counter(known.dtype for known in held.values()).most_common(1)[0][0]
     wanted: torch.dtype = getattr(torch, dtype) if dtype else held[name].dtype if name in held else common
-    return Step((name,), lambda tensors: {name: tensors[name].to(wanted)})
+    return Step((name,), lambda tensors: {name: tensors[name].to(wanted)}, by_rows=True)
 
 
-class _Live:
-    """The state of a model that may be sharded: whole tensors on the CPU, gathered as they are read by every rank."""
-
-    def __init__(self, model: Any) -> None:
-        self._state = {plain_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
-        self.infos = {n: TensorInfo(shape=tuple(t.shape), dtype=t.dtype) for n, t in self._state.items()}
-
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        found = ((name, self._state[name]) for name in names)
-        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu() for name, t in found}
-
-
-class _Both:
+class _Both(TensorStore):
     """Two stores as one."""
 
-    def __init__(self, one: TensorStore, other: TensorStore) -> None:
-        self.one, self.other, self.infos = one, other, {**one.infos, **other.infos}
+    def __init__(self, *stores: TensorStore) -> None:
+        self._of = {name: store for store in stores for name in store.infos}
+        self.infos = {name: store.infos[name] for name, store in self._of.items()}
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: (self.one if name in self.one.infos else self.other).read([name])[name] for name in names}
+        return {name: self._of[name].read([name])[name] for name in names}
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        return self._of[name].read_rows(name, rows)
 
 
 def _goes_along(path: Path, drop: Sequence[str]) -> bool:

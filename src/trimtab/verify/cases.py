@@ -18,16 +18,15 @@ from trimtab.verify.topologies import (
     QUICK,
     Topology,
     default_topologies,
-    replicating_topologies,
+    further_topologies,
     topologies_for,
     topology_named,
 )
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LEVELS = {"quick": ("float32",), "default": ("float32", "bfloat16"), "full": tuple(DTYPES), "proof": ("float64",)}
-"""Dtypes of each level. "default" runs the quick topologies in float64 besides, and others with replicated or
-frozen experts, `main_grad` or delayed gradients as "proof"; "full" runs so those with replicated experts that are no
-default ones."""
+"""Dtypes of each level. "default" runs the quick topologies in float64 besides, and `narrow` ones as "proof", as "full"
+runs `further_topologies` that are no default ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +66,7 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
     dtypes = {topology: _dtypes("full" if exact else level, topology) for topology in topologies}
     if level == "full" or exact:
         more = LEVELS["full" if exact else "proof"]
-        dtypes |= {topology: more for topology in replicating_topologies() if topology not in dtypes}
+        dtypes |= {topology: more for topology in further_topologies() if topology not in dtypes}
     cases = [
         Case(topology=topology, pattern=pattern, dtype=dtype, seed=seed)
         for topology, own in dtypes.items()
@@ -84,12 +83,7 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
     return [c for c in cases if not globs or any(fnmatch.fnmatchcase(c.name, glob) for glob in globs)]
 
 
-def _dtypes(level: str, topology: Topology) -> tuple[str, ...]:
+def _dtypes(level: str, t: Topology) -> tuple[str, ...]:
     if level != "default":
         return LEVELS[level]
-    return LEVELS["full" if topology.name in QUICK else "proof" if _narrow(topology) else level]
-
-
-def _narrow(topology: Topology) -> bool:
-    """True where nothing depends on the dtype that other rows do not show in each."""
-    return (topology.replicas, topology.sink, topology.later, topology.frozen) != ("none",) * 4
+    return LEVELS["full" if t.name in QUICK else "proof" if t.narrow else level]

@@ -31,7 +31,7 @@ OWN = "trimtab.verify.trimtab_impl:Impl"
 class Place:
     """A rank's device and the meshes of the topology. All ranks of the topology hold one each.
 
-    dense: ("dp", "tp"), or ("replicate", "shard", "tp") with data="hsdp". experts: ("edp", "etp", "ep").
+    dense: ("dp", "tp"), or ("outer", "shard", "tp") with data="hsdp". experts: ("edp", "etp", "ep").
     cp: those of the data-parallel ranks that have positions of the same sequences; None where none have.
     """
 
@@ -53,7 +53,7 @@ def make_place(topology: Topology, rank: int, device: torch.device) -> Place:
 
     if t.data == "hsdp":
         shard = 2 if t.dp % 2 == 0 else 1
-        dense = mesh(replicate=t.dp // shard, shard=shard, tp=t.tp)
+        dense = mesh(outer=t.dp // shard, shard=shard, tp=t.tp)
     else:
         dense = mesh(dp=t.dp, tp=t.tp)
     experts = mesh(edp=t.edp, etp=t.etp, ep=t.ep)
@@ -63,7 +63,7 @@ def make_place(topology: Topology, rank: int, device: torch.device) -> Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """This rank's part of its data-parallel rank's batch: all positions ("replicated"), or its own.
+    """This rank's part of its data-parallel rank's batch: its own positions, or all where the topology's tokens are so.
 
     x_BlD in the case's dtype; ids_BlK and mask_Bl where the case has them.
     """
@@ -80,7 +80,7 @@ class Outcome:
 
     y, dx: as x. grads: whole (unsharded) gradients by name, "0.router", "0.up", "0.down", "1.router" …, or None
     where a parameter has none. loads: [E] tokens per expert of this rank's tokens, by layer, where it counts them.
-    copied: where experts are copied, by layer: [P] replicas sent to each rank of the expert group.
+    copied: where experts are copied, by layer: [P] experts sent to each rank of the expert group.
     slots: there, by layer: [P] slots that each of these ranks computes.
     """
 

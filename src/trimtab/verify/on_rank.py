@@ -134,8 +134,11 @@ class Bench:
         for run in range(2, repeat + 1):
             again = compare(_tensors(subject.step(share)), got, 0.0, {})
             wrong += [said and f"in run {run}, {said}" for _, said in again.values()]
-        wrong += [more_than_mean(slots) for slots in outcome.slots or [] if self.place.topology.replicas == "replicas"]
-        changed = [name for name, tensor in _named(share).items() if not _same_bits(tensor, given[name])]
+        for slots_P in outcome.slots or [] if self.place.topology.replicas == "replicas" else []:
+            most, mean = int(slots_P.max()), -(-int(slots_P.sum()) // slots_P.shape[0])
+            wrong += [f"a rank computes {most} slots where {mean} are the mean"] if most > mean else []
+        now = {name: tensor.view(torch.uint8) for name, tensor in _named(share).items()}  # NaN equals itself
+        changed = [name for name, tensor in now.items() if not torch.equal(tensor, given[name].view(torch.uint8))]
         fault = f"changed its input in place: {', '.join(changed)}" if changed else None
         mismatches = [f"rank {rank}: {said}" for said in wrong if said]
         own = self.place.experts.get_local_rank("ep")
@@ -150,12 +153,6 @@ def has_to_replicate(t: Topology, loads_E: Tensor) -> bool:
     loads_P = loads_E.view(t.ep, -1).sum(1)
     groups = t.edp  # ranks that split experts compute their slots together
     return t.replicas == "replicas" and int(loads_P.max()) > (int(loads_P.sum()) + groups * (t.ep - 1)) // t.ep
-
-
-def more_than_mean(slots_P: Tensor) -> str:
-    """The complaint about a rank of a group that computes more slots than the mean; "" if none does."""
-    most, mean = int(slots_P.max()), -(-int(slots_P.sum()) // slots_P.shape[0])
-    return "" if most <= mean else f"a rank computes {most} slots where {mean} are the mean"
 
 
 def raised_on_purpose(error: Exception) -> bool:
@@ -188,11 +185,6 @@ def _named(share: Share) -> dict[str, Tensor]:
     """All that a rank is given, by name."""
     named = {"x": share.x_BlD, "dy": share.dy_BlD, "ids": share.ids_BlK, "mask": share.mask_Bl}
     return {name: tensor.detach() for name, tensor in named.items() if tensor is not None}
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Bitwise equality: NaN equals itself."""
-    return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _tensors(outcome: Outcome) -> dict[str, Tensor]:

@@ -103,6 +103,11 @@ class Topology:
         return self.ranks // (self.ep * self.etp)
 
     @property
+    def narrow(self) -> bool:
+        """True where nothing depends on the dtype that other rows do not show in each."""
+        return (self.replicas, self.sink, self.later, self.frozen) != ("none",) * 4
+
+    @property
     def num_experts(self) -> int:
         """E: two on each rank, four at least."""
         return max(4, 2 * self.ep)
@@ -147,8 +152,8 @@ def default_topologies() -> list[Topology]:
     ]
 
 
-def replicating_topologies() -> list[Topology]:
-    """The default ones over ranks that share experts, each with replicated experts, and each recomputed besides."""
+def further_topologies() -> list[Topology]:
+    """For `--full`: the default ones over ranks that share experts, each with replicated ones, and each recomputed."""
     spread = [t for t in default_topologies() if t.ep > 1 and t.replicas == t.rerun == "none"]
     return [replace(t, replicas="replicas", rerun=rerun) for t in spread for rerun in ("none", "recomputed")]
 

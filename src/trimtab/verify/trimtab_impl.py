@@ -22,7 +22,7 @@ from trimtab.routing.recompute import replay_in_recompute
 from trimtab.verify.implementation import Outcome, Place, Share, Subject, gradients_of, over_all_ranks
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
-from trimtab.verify.truth import BALANCE, RANK, LayerWeights, Sizes
+from trimtab.verify.truth import BALANCE, RANK, SCALE, LayerWeights, Sizes
 
 SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "down"} | {
     f"experts.adapters.{name}.{weight}{short}_{kind}": f"{name}.{short}_{kind}"
@@ -57,7 +57,9 @@ class Impl:
     refusal: type[Exception] = InputError
 
     def lacks(self, topology: Topology, pattern: Pattern) -> str | None:
-        far = topology.transport == "shared_memory" and not _one_host_of_cpus()
+        local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun tells, other ranks are local
+        alone = local is None or (local == os.environ.get("WORLD_SIZE") and not torch.cuda.is_available())
+        far = topology.transport == "shared_memory" and not alone
         return "shared memory is for the ranks of one host without a GPU" if far else None
 
     def build(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> Subject:
@@ -103,10 +105,13 @@ class Stack(nn.Module):
         return y, loads, losses
 
 
-def _one_host_of_cpus() -> bool:
-    """True on every rank if all are of one host and on the CPU: torchrun tells, other ranks are local."""
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    return local is None or (local == os.environ.get("WORLD_SIZE") and not torch.cuda.is_available())
+@torch.no_grad()
+def _fill(moe: MoE, values: dict[str, Tensor]) -> None:
+    """Give the layer's parameters values by their short names."""
+    for name, short in SHORT.items():
+        if short in values:
+            param = moe.get_parameter(name)
+            param.copy_(values[short].view_as(param))
 
 
 class Layers:
@@ -115,40 +120,25 @@ class Layers:
     def __init__(self, place: Place, sizes: Sizes, weights: Sequence[LayerWeights]) -> None:
         t, self.place = place.topology, place
         stack = Stack(sizes, t, place.device)
-        with torch.no_grad():
-            for moe, w in zip(stack.moes, weights, strict=True):
-                moe.router.weight.copy_(w.router_ED)
-                up, down = w.raw or (w.up_EID, w.down_EDF)
-                gate_up = moe.experts.get_parameter("gate_up")
-                gate_up.copy_(up.view_as(gate_up))
-                moe.experts.down.copy_(down)
-                if t.codes != "none":
-                    moe.experts.quantize_(t.codes)
-                for name, param in moe.experts.named_parameters():
-                    param.requires_grad_(param.requires_grad and name.removeprefix("gate_") in w.trained)
-        for adapter in weights[0].adapters:
-            add_adapter(
-                stack, adapter.name, rank=RANK, alpha=RANK * adapter.scale, shared=sizes.adapter == "sharedlora"
-            )
-        with torch.no_grad():
-            for moe, w in zip(stack.moes, weights, strict=True):
-                for adapter in w.adapters:
-                    for own, value in adapter.params.items():
-                        name = f"gate_{own}" if own.startswith("up") else own
-                        param = moe.experts.get_parameter(f"adapters.{adapter.name}.{name}")
-                        param.copy_(value.view_as(param))
+        for moe, w in zip(stack.moes, weights, strict=True):
+            up, down = w.raw or (w.up_EID, w.down_EDF)
+            _fill(moe, {"router": w.router_ED, "up": up, "down": down})
+            if t.codes != "none":
+                moe.experts.quantize_(t.codes)
+            for name, param in moe.experts.named_parameters():
+                param.requires_grad_(param.requires_grad and name.removeprefix("gate_") in w.trained)
+        for name in weights[0].adapters:
+            add_adapter(stack, name, rank=RANK, alpha=RANK * SCALE, shared=sizes.adapter == "sharedlora")
+        for moe, w in zip(stack.moes, weights, strict=True):
+            _fill(moe, {f"{name}.{own}": value for name, held in w.adapters.items() for own, value in held.items()})
         style = ExpertParallel(
-            transport="alltoall" if t.transport == "local" else t.transport,
-            tokens=t.tokens,
-            combine=t.combine,
-            tp_mesh=place.dense["tp"] if t.tp > 1 else None,
-            cp_mesh=place.cp,
-            etp="etp" if t.etp > 1 else None,
+            transport="alltoall" if t.transport == "local" else t.transport, tokens=t.tokens, combine=t.combine,
+            tp_mesh=place.dense["tp"] if t.tp > 1 else None, cp_mesh=place.cp, etp="etp" if t.etp > 1 else None,
             **REPLICATED[t.replicas],
-        )
+        )  # fmt: skip
         parallelize(stack, place.experts["etp", "ep"] if t.etp > 1 else place.experts["ep"], {"layers.*": style})
         if sizes.adapter == "mergedlora":
-            merge_adapter(stack, weights[0].adapters[0].name)
+            merge_adapter(stack, "one")
             for moe in stack.moes:
                 moe.experts.requires_grad_(True)
         for moe in stack.moes if t.rerun == "compiled" else ():
@@ -160,7 +150,7 @@ class Layers:
         if t.data == "fsdp":
             self.model = fully_shard_moe(stack, place.dense["dp"], place.experts["edp"])
         elif t.data == "hsdp":
-            self.model = fully_shard_moe(stack, place.dense["replicate", "shard"], place.experts["edp"])
+            self.model = fully_shard_moe(stack, place.dense["outer", "shard"], place.experts["edp"])
         elif t.data == "ddp":
             self.model = ddp(stack, place.dense["dp"], place.experts["edp"])
 

@@ -17,7 +17,7 @@ r an adapter's rank, e experts or 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from trimtab.experts.quantized import decoded, quantized
 from trimtab.oracle import swiglu
 from trimtab.verify.topologies import Topology
 
-RANK = 3
-"""Rank of the adapters."""
+RANK, SCALE = 3, 0.25
+"""Of the adapters."""
 DIM, HIDDEN = 24, 8
 """D at least (the first E columns carry the router's logits) and F."""
 BLOCK = 64
@@ -61,24 +61,15 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterWeights:
-    """One adapter of both weights, in float64: up_a [e, r, D], up_b [e, I, r], down_a [e, r, F], down_b [e, D, r]."""
-
-    name: str
-    active: bool
-    scale: float
-    params: dict[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """One layer's parameters in float64, gate rows first in `up`. trained: those of the experts' with gradients.
-    raw: up and down in the layer's dtype, which it is to quantize where they are codes."""
+    raw: up and down in the layer's dtype, which it is to quantize where they are codes.
+    adapters: by name up_a [e, r, D], up_b [e, I, r], down_a [e, r, F], down_b [e, D, r]; "one" is active."""
 
     router_ED: Tensor
     up_EID: Tensor
     down_EDF: Tensor
-    adapters: tuple[AdapterWeights, ...] = ()
+    adapters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     trained: tuple[str, ...] = ("up", "down")
     raw: tuple[Tensor, Tensor] | None = None
 
@@ -155,18 +146,17 @@ def make_weights(sizes: Sizes, seed: int) -> list[LayerWeights]:
     return made
 
 
-def _make_adapters(sizes: Sizes, down_EDF: Tensor, g: torch.Generator) -> tuple[AdapterWeights, ...]:
+def _make_adapters(sizes: Sizes, down_EDF: Tensor, g: torch.Generator) -> dict[str, dict[str, Tensor]]:
     """None; or one, of each expert or shared; or two, of which one is active. What `down` leaves alone, they do."""
     names = () if sizes.adapter == "none" else ("idle", "one") if sizes.adapter == "twolora" else ("one",)
     n, d, f = 1 if sizes.adapter == "sharedlora" else sizes.num_experts, sizes.dim, sizes.hidden
     shapes = {"up_a": (n, RANK, d), "up_b": (n, 2 * f, RANK), "down_a": (n, RANK, f), "down_b": (n, d, RANK)}
-    made = []
+    made = {}
     for name in names:
         params = {own: torch.randn(s, generator=g, dtype=torch.float64) / s[-1] ** 0.5 for own, s in shapes.items()}
         params["down_b"] *= (down_EDF != 0).any(2).any(0)[:, None]
-        params = {own: t.to(sizes.dtype).double() for own, t in params.items()}
-        made.append(AdapterWeights(name=name, active=name == "one", scale=0.25, params=params))
-    return tuple(made)
+        made[name] = {own: t.to(sizes.dtype).double() for own, t in params.items()}
+    return made
 
 
 def dense_moe(x_ND: Tensor, ids_NK: Tensor, w_NK: Tensor, up_EID: Tensor, down_EDF: Tensor) -> Tensor:
@@ -225,15 +215,15 @@ def _merged(w: LayerWeights, dtype: torch.dtype) -> LayerWeights:
 
 
 def _active(w: LayerWeights) -> dict[str, Tensor]:
-    return {f"{a.name}.{name}": t for a in w.adapters if a.active for name, t in a.params.items()}
+    return {f"one.{name}": t for name, t in w.adapters.get("one", {}).items()}
 
 
 def _built(w: LayerWeights, own: dict[str, Tensor]) -> list[Tensor]:
     """Router, up and down as they work."""
     up, down = own.get("up", w.up_EID), own.get("down", w.down_EDF)
-    for adapter in (adapter for adapter in w.adapters if adapter.active):
-        up_a, up_b, down_a, down_b = (own[f"{adapter.name}.{name}"] for name in adapter.params)
-        up, down = up + adapter.scale * (up_b @ up_a), down + adapter.scale * (down_b @ down_a)
+    if "one" in w.adapters:
+        up_a, up_b, down_a, down_b = (own[f"one.{name}"] for name in w.adapters["one"])
+        up, down = up + SCALE * (up_b @ up_a), down + SCALE * (down_b @ down_a)
     return [own["router"], up, down]
 
 

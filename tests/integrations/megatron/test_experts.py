@@ -1,10 +1,12 @@
-"""Megatron's experts over rows: values and every gradient against a dense float64 truth, and where gradients go.
+"""Experts of Megatron's configuration, ours over rows and Megatron's TEGroupedMLP with our linears: values and every
+gradient against a dense float64 truth, and where gradients go.
 
 Legend: M rows, K slots per row, e experts, H hidden size, F hidden size of an expert.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers import megatron_experts
-from helpers.megatron_cpu import megatron, megatron_ranks
+from helpers.megatron_cpu import cuda_stood_in, megatron, megatron_ranks
 from trimtab.errors import ConfigError
 from trimtab.integrations.megatron.experts import Experts
+from trimtab.integrations.megatron.linears import GroupedRow, grouped_mlp
 
 fast_gelu, quick_gelu = megatron.core.activations.fast_gelu, megatron.core.activations.quick_gelu
 squared_relu = megatron.core.activations.squared_relu
 EXPERTS, H, HIDDEN = 3, 12, 8
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 GROUPS = SimpleNamespace(ep=ALONE, expt_tp=ALONE, expt_dp=ALONE)
+FORMS = ("stacked", "each", "grouped")
+"""One parameter of all experts; one each; one each of TEGroupedMLP's linears."""
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "swiglu": {"activation_func": F.silu, "gated_linear_unit": True},
     "clamped swiglu": {"activation_func": F.silu, "gated_linear_unit": True, "activation_func_clamp_value": 0.05},
@@ -47,14 +52,51 @@ def config(**options: Any) -> Any:
     return megatron.core.transformer.TransformerConfig(**plain | options)
 
 
-def experts_of(*, single_parameter: bool = True, **options: Any) -> Experts:
+def experts_of(
+    form: str = "stacked", *, fused: bool = False, later: bool = False, groups: Any = GROUPS, **options: Any
+) -> Any:
+    """Megatron's configuration allows delayed gradients with an overlap alone that has no place here."""
     torch.manual_seed(0)
-    made = Experts(EXPERTS, config(**options), pg_collection=GROUPS, single_parameter=single_parameter)
+    made = config(**options)
+    made.gradient_accumulation_fusion, made.delay_wgrad_compute = fused, later
+    experts = built(form, made, groups)
     with torch.no_grad():
-        for name, param in made.named_parameters():
+        for name, param in experts.named_parameters():
             if "bias" in name:
                 param.normal_()
-    return made
+    return experts
+
+
+def built(form: str, made: Any, groups: Any) -> Any:
+    if form != "grouped":
+        return Experts(EXPERTS, made, pg_collection=groups, single_parameter=form == "stacked")
+    spec = grouped_mlp()
+    return spec.module(EXPERTS, made, spec.submodules, pg_collection=groups)
+
+
+def run(experts: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    """Weighted sums of rows; Megatron's own has a row for each slot, by expert."""
+    if isinstance(experts, Experts):
+        y, bias = experts(x, ids, w)
+    else:
+        order = ids.flatten().argsort(stable=True)[int((ids < 0).sum()) :]
+        counts, row = ids.flatten()[order].bincount(minlength=EXPERTS), order // max(ids.shape[1], 1)
+        out, bias = experts(x[row], counts, w.flatten()[order])
+        y = torch.zeros_like(x).index_add(0, row, out)
+    assert bias is None
+    return y
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Megatron's recompute of activations asks TransformerEngine about FP8, also where it is not installed."""
+    random = megatron.core.tensor_parallel.random
+    asked = SimpleNamespace(is_fp8_enabled=lambda: False)
+    monkeypatch.setattr(random, "FP8GlobalStateManager", asked, raising=False)
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        monkeypatch.setattr(random, name, lambda **options: nullcontext(), raising=False)
+    with cuda_stood_in():
+        yield
 
 
 def rows(count: int = 7, top_k: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,22 +108,27 @@ def rows(count: int = 7, top_k: int = 2, dtype: torch.dtype = torch.float32) -> 
     return x.requires_grad_(), ids, w.requires_grad_()
 
 
-def weights_of(experts: Experts) -> dict[str, list[Tensor]]:
-    """[e] of each kind, as leaves in float64, and in the order of experts."""
+def by_kind(experts: Any, value: Any) -> dict[str, list[Tensor]]:
+    """[e] of each kind, in the order of experts: `value` of each parameter."""
     found: dict[str, list[Tensor]] = {}
     for name, param in experts.named_parameters():
-        of, kind = name.split(".")
-        each = param if experts.linear_fc1.single_parameter else [param]
-        leaves = [p.detach().double().requires_grad_() for p in each]
-        found.setdefault(f"{of}.{kind.rstrip('0123456789')}", []).extend(leaves)
+        given = value(param)
+        assert given is not None, name
+        found.setdefault(name.rstrip("0123456789"), []).extend(given if stacked(experts) else [given])
     return found
+
+
+def stacked(experts: Any) -> bool:
+    return bool(experts.linear_fc1.single_parameter)
 
 
 def truth(
     experts: Experts, x: Tensor, ids: Tensor, w: Tensor
 ) -> tuple[Tensor, dict[str, list[Tensor]], Tensor, Tensor]:
     """The sum over slots by Megatron's own formula, in float64, with leaves of its own."""
-    c, of = experts.config, weights_of(experts)
+    c = experts.config
+    of = by_kind(experts, lambda p: p.detach().double())
+    of = {kind: [leaf.clone().requires_grad_() for leaf in leaves] for kind, leaves in of.items()}
     x, w = (t.detach().double().requires_grad_() for t in (x, w))
     y = torch.zeros_like(x)
     for i in range(EXPERTS):
@@ -102,110 +149,105 @@ def truth(
     return y, of, x, w
 
 
-def gradients(experts: Experts, attribute: str = "grad") -> dict[str, list[Tensor]]:
-    found: dict[str, list[Tensor]] = {}
-    for name, param in experts.named_parameters():
-        of, kind = name.split(".")
-        grad = getattr(param, "main_grad", None) if attribute == "main_grad" else None
-        grad = param.grad if grad is None else grad
-        assert grad is not None, name
-        each = grad if experts.linear_fc1.single_parameter else [grad]
-        found.setdefault(f"{of}.{kind.rstrip('0123456789')}", []).extend(each)
-    return found
-
-
 def close(a: Tensor, b: Tensor, bound: float = 2e-6) -> None:
     assert (a.double() - b.double()).abs().max() <= bound * max(1.0, float(b.detach().abs().max())), (a, b)
 
 
-def check(experts: Experts, *, attribute: str = "grad", times: int = 1, bound: float = 2e-6) -> None:
+def check(experts: Any, *, times: int = 1) -> None:
     x, ids, w = rows()
     y_true, of, x_true, w_true = truth(experts, x, ids, w)
     dy = torch.randn_like(x)
     for _ in range(times):
-        y, bias = experts(x, ids, w)
-        assert bias is None
+        y = run(experts, x, ids, w)
         y.backward(dy)
         experts.backward_dw()
     (y_true * times).backward(dy.double())
-    close(y, y_true, bound)
-    close(x.grad, x_true.grad, bound)
+    close(y, y_true)
+    close(x.grad, x_true.grad)
     kept = ids >= 0
-    close(w.grad[kept], w_true.grad[kept], bound)
+    close(w.grad[kept], w_true.grad[kept])
     assert not w.grad[~kept].any()
-    for name, found in gradients(experts, attribute).items():
+    for name, found in by_kind(experts, gradient).items():
         for mine, true in zip(found, of[name], strict=True):
-            close(mine, torch.zeros_like(true) if true.grad is None else true.grad, bound)
+            close(mine, torch.zeros_like(true) if true.grad is None else true.grad)
 
 
-@pytest.mark.parametrize("single_parameter", [True, False])
+def gradient(param: Tensor) -> Tensor | None:
+    return param.grad if getattr(param, "main_grad", None) is None else param.main_grad
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_values_and_gradients_are_the_dense_truth(activation: str, single_parameter: bool) -> None:
-    check(experts_of(single_parameter=single_parameter, **ACTIVATIONS[activation]))
+def test_values_and_gradients_are_the_dense_truth(activation: str, form: str) -> None:
+    check(experts_of(form, **ACTIVATIONS[activation]))
 
 
-@pytest.mark.parametrize("single_parameter", [True, False])
+AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True}
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        *((form, ACTIVATIONS["gpt-oss"]) for form in FORMS),
+        ("grouped", ACTIVATIONS["gpt-oss"] | AGAIN),
+        ("grouped", ACTIVATIONS["swiglu"] | AGAIN | {"bias_activation_fusion": True}),
+    ],
+)
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_gradients_of_two_backwards_lie_where_megatron_looks(fused: bool, later: bool, single_parameter: bool) -> None:
-    experts = experts_of(single_parameter=single_parameter, **ACTIVATIONS["gpt-oss"])
-    experts = rebuilt(experts, fused=fused, later=later)
+def test_gradients_of_two_backwards_lie_where_megatron_looks(
+    fused: bool, later: bool, form: str, options: dict[str, Any]
+) -> None:
+    experts = experts_of(form, fused=fused, later=later, **options)
     hooks: list[str] = []
     for name, param in experts.named_parameters():
         param.register_post_accumulate_grad_hook(lambda p, name=name: hooks.append(name))
         if fused and "weight" in name:
             param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
-    check(experts, attribute="main_grad", times=2)
+    check(experts, times=2)
     names = [name for name, _ in experts.named_parameters()]
     assert sorted(hooks) == sorted(2 * names), "each parameter's hook fires once in each backward"
     for name, param in experts.named_parameters():
         assert getattr(param, "grad_added_to_main_grad", False) == (fused and "weight" in name)
 
 
-def rebuilt(experts: Experts, *, fused: bool, later: bool) -> Experts:
-    """Megatron's configuration allows delayed gradients with an overlap alone that has no place here."""
-    experts.config.gradient_accumulation_fusion, experts.config.delay_wgrad_compute = fused, later
-    made = Experts(EXPERTS, experts.config, pg_collection=GROUPS, single_parameter=experts.linear_fc1.single_parameter)
-    made.load_state_dict(experts.state_dict())
-    return made
-
-
-def test_no_rows_and_no_slots_give_zeros_everywhere() -> None:
-    experts = experts_of()
+@pytest.mark.parametrize("form", FORMS)
+def test_no_rows_and_no_slots_give_zeros_everywhere(form: str) -> None:
+    experts = experts_of(form)
     for count, top_k in ((0, 2), (5, 0)):
         experts.zero_grad()
-        y, _ = experts(torch.randn(count, H), torch.zeros(count, top_k, dtype=torch.long), torch.rand(count, top_k))
+        y = run(experts, torch.randn(count, H), torch.zeros(count, top_k, dtype=torch.long), torch.rand(count, top_k))
         y.sum().backward()
         assert y.shape == (count, H)
         assert not y.any()
         assert all(param.grad is not None and not param.grad.any() for param in experts.parameters())
 
 
-@pytest.mark.parametrize("single_parameter", [True, False])
+@pytest.mark.parametrize("form", ["stacked", "each"])
 @pytest.mark.parametrize("frozen", ["linear_fc1", "linear_fc2", "linear_fc"])
-def test_what_is_frozen_has_no_gradient_and_the_rest_has_its_own(frozen: str, single_parameter: bool) -> None:
-    experts = experts_of(single_parameter=single_parameter)
+def test_what_is_frozen_has_no_gradient_and_the_rest_has_its_own(frozen: str, form: str) -> None:
     for fused, later in ((False, False), (True, True)):
-        experts = rebuilt(experts, fused=fused, later=later)
+        experts = experts_of(form, fused=fused, later=later)
         for name, param in experts.named_parameters():
             param.requires_grad_(not name.startswith(frozen))
             param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
         x, ids, w = rows()
         y_true, of, x_true, _ = truth(experts, x, ids, w)
-        y, _ = experts(x, ids, w)
-        y.sum().backward()
+        run(experts, x, ids, w).sum().backward()
         y_true.sum().backward()
         experts.backward_dw()
         close(x.grad, x_true.grad)
-        for name, param in experts.named_parameters():
-            mine = param.main_grad if fused else param.grad
+        for param in experts.parameters():
             if not param.requires_grad:
                 assert param.grad is None
                 assert not param.main_grad.any()
                 assert not param.grad_added_to_main_grad
-            elif single_parameter:
-                zeros = torch.zeros_like(of[name][0])
-                close(mine, torch.stack([zeros if one.grad is None else one.grad for one in of[name]]))
+            elif not fused:
+                param.main_grad = None
+        for name, ours in by_kind(experts, gradient).items():
+            for mine, true in zip(ours, of[name], strict=True):
+                wanted = torch.zeros_like(true) if name.startswith(frozen) or true.grad is None else true.grad
+                close(mine, wanted)
 
 
 def test_probabilities_may_weigh_the_inputs() -> None:
@@ -221,10 +263,10 @@ def test_probabilities_may_weigh_the_inputs() -> None:
     close(w.grad[:, 0], (of_weighted.grad * x.detach()).sum(1))
 
 
-@pytest.mark.parametrize("single_parameter", [True, False])
-def test_hooks_before_a_linear_run_before_its_parameters_are_read(single_parameter: bool) -> None:
+@pytest.mark.parametrize("form", ["stacked", "each"])
+def test_hooks_before_a_linear_run_before_its_parameters_are_read(form: str) -> None:
     """Megatron gathers parameters there."""
-    experts, whole = experts_of(single_parameter=single_parameter), experts_of(single_parameter=single_parameter)
+    experts, whole = experts_of(form), experts_of(form)
     calls: list[str] = []
 
     def gather(module: Any, given: Any, name: str) -> None:
@@ -237,47 +279,55 @@ def test_hooks_before_a_linear_run_before_its_parameters_are_read(single_paramet
         for param in experts.parameters():
             param.fill_(torch.nan)
         x, ids, w = rows()
-        assert torch.equal(experts(x, ids, w)[0], whole(x, ids, w)[0])
+        assert torch.equal(run(experts, x, ids, w), run(whole, x, ids, w))
     assert calls == ["linear_fc1", "linear_fc2"]
 
 
-@pytest.mark.parametrize("single_parameter", [True, False])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("ep", "etp", "tp"), [(1, 1, 1), (2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)])
-def test_megatron_is_told_who_sums_what(ep: int, etp: int, tp: int, single_parameter: bool) -> None:
+def test_weights_are_drawn_whole_and_cut_and_megatron_is_told_who_sums_what(
+    ep: int, etp: int, tp: int, form: str
+) -> None:
+    """A rank has its share of gate and of up, or of the inputs, of what SequentialMLP draws."""
     of_tp = SimpleNamespace(size=lambda: etp, rank=lambda: etp - 1)
-    options = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp, "tensor_model_parallel_size": tp}
-    made = config(gated_linear_unit=True, activation_func=F.silu, sequence_parallel=tp > 1, **options)
-    torch.manual_seed(3)
     groups = SimpleNamespace(ep=ALONE, expt_tp=of_tp, expt_dp=ALONE)
-    experts = Experts(EXPERTS, made, pg_collection=groups, single_parameter=single_parameter)
-    torch.manual_seed(3)
-    for i in range(EXPERTS):  # as SequentialMLP draws: the whole, then a share of gate and of up
-        up, down = torch.empty(2 * HIDDEN, H), torch.empty(H, HIDDEN)
-        made.init_method(up)
-        made.output_layer_init_method(down)
-        up = torch.cat([half.chunk(etp)[etp - 1] for half in up.chunk(2)])
-        down = down.chunk(etp, 1)[etp - 1]
-        found = dict(experts.named_parameters())
-        if single_parameter:
-            mine = found["linear_fc1.weight"][i], found["linear_fc2.weight"][i]
-        else:
-            mine = found[f"linear_fc1.weight{i}"], found[f"linear_fc2.weight{i}"]
-        assert torch.equal(mine[0], up)
-        assert torch.equal(mine[1], down)
+    options = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp, "tensor_model_parallel_size": tp}
+    options |= {"add_bias_linear": etp == 1, "sequence_parallel": tp > 1}
+    experts = experts_of(form, groups=groups, **ACTIVATIONS["swiglu"] | options)
+    torch.manual_seed(0)
+    whole = {
+        "linear_fc1.weight": torch.empty(EXPERTS, 2 * HIDDEN, H),
+        "linear_fc2.weight": torch.empty(EXPERTS, H, HIDDEN),
+    }
+    drawn = [(name, i) for i in range(EXPERTS) for name in whole]
+    for name, i in sorted(drawn) if form == "grouped" else drawn:
+        draw = experts.config.init_method if "fc1" in name else experts.config.output_layer_init_method
+        draw(whole[name][i])
+    gate, up = whole["linear_fc1.weight"].chunk(2, 1)
+    whole["linear_fc1.weight"] = torch.cat([gate.chunk(etp, 1)[etp - 1], up.chunk(etp, 1)[etp - 1]], 1)
+    whole["linear_fc2.weight"] = whole["linear_fc2.weight"].chunk(etp, 2)[etp - 1]
+    found = by_kind(experts, lambda param: param.detach())
+    assert all(torch.equal(torch.stack(found[name]), wanted) for name, wanted in whole.items())
+    cut = {"linear_fc1.weight": (0, 2), "linear_fc2.weight": (1, 1), "linear_fc1.bias": (0, 2)}
     for name, param in experts.named_parameters():
-        first = name.startswith("linear_fc1")
+        kind = name.rstrip("0123456789")
         assert param.allreduce == (ep == 1 and etp == tp)
-        assert param.tensor_model_parallel
-        assert param.partition_dim == (0 if first else 1) + single_parameter
-        assert param.partition_stride == (2 if first else 1)
+        assert param.tensor_model_parallel == (kind in cut)
+        if kind in cut:
+            dim, stride = cut[kind]
+            assert (param.partition_dim, param.partition_stride) == (dim + stacked(experts), stride)
+    experts.config.perform_initialization = False
+    assert GroupedRow(
+        1, 4, 4, config=experts.config, init_method=pytest.fail, bias=False, skip_bias_add=True, pg_collection=GROUPS
+    )
 
 
-@pytest.mark.parametrize("single_parameter", [True, False])
-def test_a_parameter_may_ask_to_be_overwritten_and_for_zeros(single_parameter: bool) -> None:
-    experts = rebuilt(experts_of(single_parameter=single_parameter), fused=True, later=False)
+@pytest.mark.parametrize("form", ["stacked", "each"])
+def test_a_parameter_may_ask_to_be_overwritten_and_for_zeros(form: str) -> None:
+    experts = experts_of(form, fused=True)
     for param in experts.parameters():
         param.main_grad, param.overwrite_main_grad, param.zero_out_wgrad = torch.full_like(param, 5.0), True, True
-    check(experts, attribute="main_grad")
+    check(experts)
     assert not any(param.grad.any() for param in experts.parameters())
 
 
@@ -304,7 +354,7 @@ def test_biases_do_not_decay() -> None:
     """Megatron leaves out what is 1-D or ends so."""
     names = [name for name, _ in experts_of(add_bias_linear=True).named_parameters() if "bias" in name]
     assert names == ["linear_fc1.bias", "linear_fc2.bias"]
-    each = experts_of(add_bias_linear=True, single_parameter=False)
+    each = experts_of("each", add_bias_linear=True)
     assert all(param.ndim == 1 for name, param in each.named_parameters() if "bias" in name)
 
 
@@ -314,7 +364,7 @@ def test_state_dicts_of_every_form_load_and_extra_states_do_not_matter() -> None
     sequential = {
         f"local_experts.{i}.{name}": value[i] for name, value in state.items() for i in range(EXPERTS)
     }  # fmt: skip
-    each = experts_of(add_bias_linear=True, single_parameter=False)
+    each = experts_of("each", add_bias_linear=True)
     for given in (state, sequential, {**sequential, "local_experts.0.linear_fc1._extra_state": None}):
         for into in (each, stacked):
             with torch.no_grad():
@@ -327,19 +377,27 @@ def test_state_dicts_of_every_form_load_and_extra_states_do_not_matter() -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("form", "options", "words"),
     [
-        ({"add_bias_linear": True}, "no biases"),
-        ({"moe_apply_probs_on_input": True}, "moe_router_topk=1"),
-        ({"use_te_activation_func": True}, "activations of TransformerEngine"),
-        ({"fp8": "hybrid"}, "8 bits"),
-        ({"moe_ffn_hidden_size": 9}, "9 features do not divide by tp_size=2"),
+        ("stacked", {"add_bias_linear": True}, "no biases"),
+        ("stacked", {"moe_apply_probs_on_input": True}, "moe_router_topk=1"),
+        ("stacked", {"use_te_activation_func": True}, "activations of TransformerEngine"),
+        ("stacked", {"fp8": "hybrid"}, "8 bits"),
+        ("stacked", {"moe_ffn_hidden_size": 9}, "9 features do not divide by tp_size=2"),
+        ("grouped", {"fp8": "e4m3"}, "fp8"),
+        ("grouped", {"fp4": "e2m1"}, "fp4"),
+        ("grouped", {"moe_single_grouped_weight": True}, "moe_single_grouped_weight"),
+        ("grouped", {"use_transformer_engine_op_fuser": True}, "use_transformer_engine_op_fuser"),
+        ("grouped", {"add_bias_linear": True}, "bias=True with tp_size=2"),
+        ("grouped", {"moe_ffn_hidden_size": 9}, "9 features do not divide by tp_size=2"),
+        ("grouped", {"moe_ffn_hidden_size": 9, "gated_linear_unit": True}, "18 .* tp_size=2 for each of gate and up"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_is_refused_by_name(form: str, options: dict[str, Any], words: str) -> None:
     two = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     made = config()
     for name, value in options.items():
         setattr(made, name, value)
+    groups = SimpleNamespace(ep=ALONE, expt_tp=two, expt_dp=ALONE)
     with pytest.raises(ConfigError, match=words):
-        Experts(EXPERTS, made, pg_collection=SimpleNamespace(ep=ALONE, expt_tp=two, expt_dp=ALONE))
+        built(form, made, groups)

@@ -1,4 +1,5 @@
 """A GPTModel with trimtab's MoE layers trains as with Megatron's: loss and gradient norm of every step, to six digits.
+Saved in Megatron's distributed checkpoints with its optimizer it goes on: by the same layers to the bit.
 
 Megatron's DDP, optimizer, clipping and schedules, two micro-batches a step; Megatron's layers are its all-to-all before
 SequentialMLP. Both begin with the same weights.
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.megatron_cpu import VERSION, megatron
-from helpers.megatron_gpt import Layout, Run, assert_alike, trained
+from helpers.megatron_gpt import Layout, Run, assert_alike, resumed, trained
 
 OURS = ("experts", "exchange", "grouped", "ordered")
 OVERLAP = {"overlap_grad_reduce": True, "average_in_collective": True, "bucket_size": 4096}
@@ -104,3 +106,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option(option: str) -> None:
     compare(Layout(2, ep=2), Run(model=OPTIONS[option], steps=4))
+
+
+@ranks2
+def test_from_megatron_to_trimtab_and_back(tmp_path: Path) -> None:
+    kinds = ("megatron", "experts", "exchange", "megatron")
+    steps = resumed(Layout(2, ep=2), [Run(kind, steps=2) for kind in kinds], tmp_path)
+    (expected,) = trained(Layout(2, ep=2), [Run(steps=8)])
+    assert_alike(steps, expected)
+
+
+@FULL
+@ranks2
+@pytest.mark.parametrize("kind", ["experts", "exchange", "grouped"])
+def test_bit_equal_going_on(kind: str, tmp_path: Path) -> None:
+    steps = resumed(Layout(2, ep=2), [Run(kind, steps=3), Run(kind, steps=3)], tmp_path)
+    assert [steps] == trained(Layout(2, ep=2), [Run(kind)])

@@ -10,7 +10,7 @@ from typing import Any
 import trimtab
 from helpers.megatron_cpu import cuda_stood_in, megatron
 from helpers.megatron_gpt import Layout, Run, config_of
-from trimtab.integrations.megatron import protocol, refused, specs
+from trimtab.integrations.megatron import layer, protocol, specs
 
 PAGE = (Path(__file__).parents[3] / "docs/howto/megatron.md").read_text()
 TWO_LINES, BRIDGE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -52,4 +52,4 @@ def test_specs_by_name_are_there() -> None:
 
 
 def test_what_is_refused_is_on_the_page() -> None:
-    assert [name for name in refused.REFUSED if f"`{name}`" not in PAGE] == []
+    assert [name for name in layer.REFUSED if f"`{name}`" not in PAGE] == []

@@ -11,7 +11,7 @@ import torch
 import trimtab
 from helpers.megatron_case import EXPERTS, TOP_K, Case, input_of, layer_of, run_layer, top_k, weights
 from helpers.megatron_cpu import megatron_ranks
-from trimtab.decisions import observing
+from trimtab.integrations.transformers.routers.observe import observing
 from trimtab.routing.observers import Loads
 
 PLAIN = Case(tokens=[(6, 2)], use={"router": "trimtab"}, padding=[0.5])
@@ -24,7 +24,7 @@ def observed(case: Case) -> dict[str, Any]:
     loads = Loads()
     with observing(layer, loads), trimtab.record(layer) as recording:
         run_layer(case, layer)
-    found = {"ids": recording.decisions().ids, "loads": loads.take(), "calls": len(recording.calls["router"])}
+    found = {"ids": recording.decisions().ids, "loads": loads.take()["router"], "calls": len(recording.calls["router"])}
     ids = found["ids"]
     others = torch.where(ids < 0, ids, (ids + 3) % EXPERTS)
     told = trimtab.Decisions(ids=others, num_experts=EXPERTS, layers=("router",))

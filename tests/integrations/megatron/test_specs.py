@@ -14,7 +14,7 @@ from helpers.megatron_cpu import built, megatron, megatron_ranks, spec_utils
 from trimtab.errors import ConfigError
 from trimtab.integrations.megatron import MoELayer, Router, protocol, use
 from trimtab.integrations.megatron.experts import Experts
-from trimtab.integrations.megatron.refused import REFUSED, refuse
+from trimtab.integrations.megatron.layer import REFUSED, refuse
 
 gpt_specs = megatron.core.models.gpt.gpt_layer_specs
 OURS = ("trimtab.integrations.megatron.specs", "gpt")

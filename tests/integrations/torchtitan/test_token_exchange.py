@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 from itertools import accumulate
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.cases import PATTERNS, case
 from helpers.comparing import assert_close
@@ -17,8 +19,8 @@ from helpers.routed import D, E, K, Share, run, truth
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.options import ExchangeOptions
 from trimtab.errors import ConfigError, InputError
+from trimtab.integrations import transport_over
 from trimtab.integrations.torchtitan import TokenExchange
-from trimtab.integrations.torchtitan.exchange import transport_over
 
 FALLS = [pattern for pattern in PATTERNS if pattern != "masked"]
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
@@ -133,11 +135,13 @@ def test_padding_that_does_not_exist_is_refused() -> None:
 
 
 def layers_of_two_models() -> tuple[bool, bool, int]:
-    """The second is wired when the first is gone, or is not: the collector of each rank decides that for itself."""
+    """The second is wired when the first is gone, or is not: the collector of each rank decides that for itself. A
+    DTensor over the mesh can be saved."""
     mesh, other = (DeviceMesh("cpu", [0, 1], mesh_dim_names=("ep",)) for _ in range(2))
     first, number = id(transport_over(mesh, "alltoall")), transport_over(mesh, "alltoall").guard.layers
     gc.collect()
     again, elsewhere = transport_over(mesh, "alltoall"), transport_over(other, "alltoall")
+    torch.save(distribute_tensor(torch.ones(2), mesh, [Shard(0)]), io.BytesIO())
     return id(again) == first, elsewhere is not again, number
 
 

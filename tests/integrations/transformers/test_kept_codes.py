@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import FineGrainedFP8Config, Mxfp4Config
 
 from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, save_official, tiny
+from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import QuantizedExpertsConfig, quantize_experts
-from trimtab.integrations.transformers.quantized.params import MARK, is_experts
+from trimtab.integrations.transformers.quantized import MARK
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
@@ -32,7 +33,7 @@ def whole(folder: Path, kind: str, **more: Any) -> Any:
 
 
 def marks(model: Any) -> set[Any]:
-    return {getattr(module, MARK, None) for module in model.modules() if is_experts(module)}
+    return {getattr(module, MARK, None) for module in model.modules() if is_transformers_experts(module)}
 
 
 def same(some: Any, other: Any) -> None:

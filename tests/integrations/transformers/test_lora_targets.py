@@ -14,7 +14,7 @@ import trimtab
 from helpers.families import build_config, build_model, experts_modules, family_names, model_class
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import lora_config, quantize_experts
-from trimtab.integrations.transformers.lora.config import TARGETS
+from trimtab.integrations.transformers.lora import TARGETS
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("registered")

@@ -11,17 +11,18 @@ import transformers
 from torch import nn
 
 from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, same_gradients, tiny
+from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
 from trimtab.experts.quantized import decoded
 from trimtab.integrations.transformers import QuantizedExpertsConfig, quantize_experts
-from trimtab.integrations.transformers.quantized.params import codes_of, is_experts
+from trimtab.integrations.transformers.quantized import codes_of
 
 
 def with_decoded(model: nn.Module) -> nn.Module:
     """The same model with the weights that its codes stand for."""
     model = copy.deepcopy(model)
     for module in model.modules():
-        if is_experts(module):
+        if is_transformers_experts(module):
             for name in ("gate_up_proj", "down_proj"):
                 held = codes_of(module, name)
                 assert held is not None

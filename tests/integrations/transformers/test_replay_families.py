@@ -13,8 +13,8 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 
 from helpers.families import Batch, build_config, build_model, family_names, forward, model_class, sample_batch
 from helpers.forced_routers import forced
-from trimtab.decisions import record, replay
 from trimtab.integrations.transformers.routers.find import find_routers
+from trimtab.integrations.transformers.routers.observe import record, replay
 from trimtab.routing.replay import Decisions
 
 pytestmark = pytest.mark.usefixtures("one_thread")

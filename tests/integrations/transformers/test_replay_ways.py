@@ -19,12 +19,11 @@ from helpers import rollouts
 from helpers.families import Batch, build_model, forward, sample_batch
 from helpers.seeing import seen
 from integrations.transformers.test_replay_families import close, others, run
-from trimtab.decisions import record, replay
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers.routers.find import find_routers
-from trimtab.integrations.transformers.routers.observe import Observed
-from trimtab.integrations.transformers.routers.selection_bias import ADDED, add_selection_bias
-from trimtab.routing.observers import SelectionBias
+from trimtab.integrations.transformers.routers.observe import Observed, record, replay
+from trimtab.integrations.transformers.routers.selection_bias import add_selection_bias
+from trimtab.routing.observers import ADDED, SelectionBias
 from trimtab.routing.recompute import replay_in_recompute
 from trimtab.routing.replay import Decisions
 

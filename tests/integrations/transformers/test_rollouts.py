@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from helpers import rollouts
 from helpers.forced_routers import forced
 from helpers.rollouts import LENGTHS, MOE, NAMES, E, K
-from trimtab.decisions import replay, rollout_decisions
 from trimtab.errors import ConfigError, InputError
 from trimtab.integrations.transformers.routers.find import find_routers
+from trimtab.integrations.transformers.routers.observe import replay, rollout_decisions
 from trimtab.integrations.transformers.routers.rules import UNREACHABLE
 from trimtab.moe import MoEConfig
 from trimtab.routing.config import RouterConfig

@@ -48,7 +48,7 @@ def slots(*given: dict[str, Tensor]) -> int:
 
 
 def counted(loads: Loads) -> list[int]:
-    return [int(load.sum()) for load in loads.split(loads.take()).values()]
+    return [int(load.sum()) for load in loads.take().values()]
 
 
 # Of its own forward
@@ -152,7 +152,7 @@ def several_forwards(model: Any) -> dict[str, Tensor]:
         model.train()
         (first.loss + second.loss).backward()
     plain = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
-    return loads.split(loads.take()) | {name: p.grad for name, p in plain.items() if p.grad is not None}
+    return loads.take() | {name: p.grad for name, p in plain.items() if p.grad is not None}
 
 
 @pytest.mark.parametrize("way", RECOMPUTES)
@@ -198,9 +198,9 @@ def test_all_observers_see_the_same_runs(recompute: str) -> None:
         loss.backward()
         real = batch(micro)["attention_mask"].bool()
         decisions = recording.decisions()
-        for i, (name, load) in enumerate(loads.split(loads.take()).items()):
+        for i, (name, load) in enumerate(loads.take().items()):
             assert name == decisions.layers[i]
-            assert torch.equal(load, decisions.ids[:, :, i][real].flatten().bincount(minlength=8))
+            assert torch.equal(load, decisions.ids[:, :, i][real].flatten().bincount(minlength=9)), "none without room"
     assert len(seeing.runs) == 2 * 2 * (2 if recompute else 1)
     assert sum(run.counts for run in seeing.runs) == 2 * 2
     assert [int(load.sum()) for load in balance.step().values()] == [slots(batch(0), batch(1))] * 2
@@ -210,7 +210,7 @@ def test_all_observers_see_the_same_runs(recompute: str) -> None:
             model.train()(**batch())
     assert recording.decisions(1).ids.shape == (4, 12, 2, 2), "a recording has what is evaluated"
     assert not any(load.any() for load in balance.step().values())
-    assert not loads.take().any()
+    assert not any(load.any() for load in loads.take().values())
     balance.remove()
     observed.remove()
     assert not [place for place in find_routers(model) if "forward" in vars(place.module)]
@@ -270,7 +270,7 @@ def test_names_are_those_of_the_model_with_an_adapter_and_without() -> None:
     with observing(peft, loads), trimtab.replay(peft, told), trimtab.record(peft) as recording:
         peft(**batch())
     assert torch.equal(recording.decisions().ids, told.ids)
-    assert tuple(loads.split(loads.take())) == recording.decisions().layers == told.layers
+    assert tuple(loads.take()) == recording.decisions().layers == told.layers
     with trimtab.replay(build_model("qwen3_moe"), recording.decisions()):
         pass
 
@@ -363,7 +363,7 @@ def balanced(model: Any, run: Any) -> dict[str, Any]:
             run(**batch(micro)).loss.backward()
         found |= {f"{step} {name}": load for name, load in balance.step().items()}
         found |= {f"{step} {name}": value for name, value in balance.losses.items()}
-        found[f"{step} loads"] = loads.take()
+        found |= {f"{step} loads {name}": load for name, load in loads.take().items()}
     found |= {name: b.clone() for name, b in model.named_buffers() if name.endswith("selection_bias")}
     found |= {name: p.grad.clone() for name, p in model.named_parameters()}
     balance.remove()
@@ -457,7 +457,7 @@ def test_what_an_observer_does_is_seen_by_those_behind_it(kind: str, checkpointi
     with observing(model, first, loads):
         out = model(**batch())
         (out if kind == "ours" else out.loss).backward()
-    for counts_E in loads.split(loads.take()).values():
+    for counts_E in loads.take().values():
         chosen = counts_E.nonzero().flatten().tolist()
         assert chosen == list(range(len(chosen)))
         assert len(chosen) == 2

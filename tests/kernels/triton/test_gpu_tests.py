@@ -49,3 +49,20 @@ def test_graphs_and_syncs() -> None:
 
 def test_a_large_layer() -> None:
     layers.test_a_large_layer_equals_stock_and_itself_bit_for_bit(layers.large_layer())
+
+
+@pytest.mark.parametrize("dtype", experts.BOUNDS, ids=str)
+def test_values(dtype: torch.dtype) -> None:
+    for form, sizes in zip(("list", "cpu", "device", "list"), experts.SIZES, strict=True):
+        experts.test_grouped_linear_is_true(dtype, sizes, form)
+    experts.test_expert_mlp_is_true(37)
+
+
+@pytest.mark.parametrize("name", experts.HARDWARE)
+def test_recipes(name: str) -> None:
+    experts.test_a_recipe_s_hardware_is_its_emulation_or_is_refused(name, experts.SIZES[0])
+    for sizes in experts.SIZES:
+        case = experts.LinearCase(
+            device="cpu", dtype=torch.bfloat16, sizes=tuple(sizes), tail=8, recipe=experts.HARDWARE[name]
+        )  # fmt: skip
+        experts.hardware_is_emulation(case)

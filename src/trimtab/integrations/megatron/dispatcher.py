@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,27 +22,19 @@ from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.options import ExchangeOptions
 from trimtab.dispatch.route import Dispatched
 from trimtab.dispatch.transport import Transport
-from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.plan import ExpertPlan, plan_experts, slot_grads, slot_weights
 from trimtab.experts.segments import ToExperts
+from trimtab.integrations import transport_over
 from trimtab.integrations.megatron.protocol import MegatronTokenDispatcher
-from trimtab.integrations.megatron.refused import PAD
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 
-_TRANSPORTS: WeakKeyDictionary[dist.ProcessGroup, dict[str, Transport]] = WeakKeyDictionary()
+PAD = "every expert padded to its capacity: tokens go where they are routed, however many"
 
 
-def transport_over(group: dist.ProcessGroup, name: str) -> Transport | None:
-    """One, and so one guard, for all layers over `group`, which it outlives; None for a rank alone. Every rank of the
-    group must call."""
-    if dist.get_world_size(group) == 1:
-        return None
-    made = _TRANSPORTS.setdefault(group, {})
-    if name not in made:
-        guard = next((other.guard for other in made.values() if other.guard is not None), True)  # type: ignore[attr-defined]
-        made[name] = TRANSPORTS[name](group, guard=guard)
-    return made[name]
+def _over(group: dist.ProcessGroup, name: str) -> Transport | None:
+    """None for a rank alone."""
+    return transport_over(group, name) if group.size() > 1 else None
 
 
 @dataclass(kw_only=True)
@@ -81,10 +72,10 @@ class TokenDispatcher(MegatronTokenDispatcher):  # type: ignore[misc]
         self.takes_rows = takes_rows
         kind = "rows" if takes_rows else "slots"
         self.exchange = Dispatcher(
-            config.num_moe_experts, transport_over(self.ep_group, options.transport), combine=options.combine,
+            config.num_moe_experts, _over(self.ep_group, options.transport), combine=options.combine,
             layer=layer, fingerprint=f"Megatron, {kind}, ffn {config.moe_ffn_hidden_size}, etp {self.tp_size}",
         )  # fmt: skip
-        over = transport_over(self.tp_group, options.transport)
+        over = _over(self.tp_group, options.transport)
         self.group = None if over is None else ExpertTensorGroup(over, self.exchange.layer)
         self._call: Call | None = None
 

@@ -24,14 +24,22 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from trimtab.autograd import computed_in
+from trimtab.errors import ConfigError
 from trimtab.experts.activations import clamped
 from trimtab.experts.mlp import RowFunction, expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.weight_grad import DelayedGradients, GradSink
-from trimtab.integrations.megatron.expert_linear import ExpertLinear
-from trimtab.integrations.megatron.refused import refuse_in_experts
+from trimtab.integrations.megatron.linears import PRODUCTS, ExpertLinear, asked_of_products
 from trimtab.integrations.megatron.sharded_state import local_state, sharded_state
 from trimtab.kernels.choose import KernelChoice
+
+REFUSED = PRODUCTS | {
+    "use_te_activation_func": "activations of TransformerEngine",
+    "moe_mlp_glu_interleave_size": "gates and ups that alternate",
+    "moe_paged_stash": "paged stashing",
+    "use_kitchen": "Kitchen's linears",
+}
+"""Options that must not be set, and what they ask for."""
 
 
 class Experts(MegatronModule):  # type: ignore[misc]
@@ -61,7 +69,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
         self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None,
         name: str | None = None, *, single_parameter: bool = True,
     ) -> None:  # fmt: skip
-        refuse_in_experts(config, pg_collection)
+        _refuse(config, pg_collection)
         super().__init__(config=config)
         self.num_local_experts, self.name = num_local_experts, name
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
@@ -115,6 +123,19 @@ class Experts(MegatronModule):  # type: ignore[misc]
         """As SequentialMLP and TEGroupedMLP have it, which load what these save and the other way round, with other
         expert and expert-tensor parallelism as well."""
         return sharded_state(self, prefix, sharded_offsets, metadata)
+
+
+def _refuse(config: Any, groups: Any) -> None:
+    why = asked_of_products(config, REFUSED, groups)
+    offloaded = set(getattr(config, "offload_modules", None) or ()) & {"expert_fc1", "moe_act", "fused_group_mlp"}
+    if getattr(config, "fine_grained_activation_offloading", False) and offloaded:
+        why.append(f"offload_modules {sorted(offloaded)} are inside of these experts, which keep their rows alone")
+    if config.add_bias_linear and groups.expt_tp.size() > 1:
+        why.append("add_bias_linear=True with expert tensor parallelism: Megatron's experts have no biases then")
+    if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
+        why.append("moe_apply_probs_on_input=True needs moe_router_topk=1")
+    if why:
+        raise ConfigError(f"trimtab's experts do not have: {'; '.join(why)}. use(spec, experts=False) keeps Megatron's")
 
 
 def activation_of(config: Any) -> str | RowFunction:

@@ -12,10 +12,21 @@ from torch import Tensor
 
 from trimtab.dispatch.options import ExchangeOptions
 from trimtab.dispatch.route import ZeroGradients
-from trimtab.integrations.megatron.dispatcher import TokenDispatcher
-from trimtab.integrations.megatron.protocol import MegatronMoELayer, get_default_pg_collection
-from trimtab.integrations.megatron.refused import refuse
+from trimtab.errors import ConfigError
+from trimtab.integrations.megatron.dispatcher import PAD, TokenDispatcher
+from trimtab.integrations.megatron.protocol import MegatronMoELayer, asked, get_default_pg_collection
 from trimtab.integrations.megatron.router import Router
+
+REFUSED = {
+    "moe_pad_expert_input_to_capacity": PAD,
+    "moe_expert_rank_capacity_factor": "tokens dropped beyond what a rank may receive",
+    "moe_shared_expert_overlap": "shared experts inside of Megatron's own dispatchers",
+    "overlap_moe_expert_parallel_comm": "two micro-batches interleaved, each layer cut between dispatch and combine",
+    "overlap_dispatch_backward_with_experts_wgrad": "weight gradients on a CUDA stream beside dispatch's backward",
+    "moe_router_padding_for_quantization": "routes added so that low precision finds aligned rows",
+    "moe_router_padding_for_fp8": "routes added so that low precision finds aligned rows",
+}
+"""Options of a layer that must not be set, and what they ask for."""
 
 
 class MoELayer(MegatronMoELayer):  # type: ignore[misc]
@@ -29,7 +40,7 @@ class MoELayer(MegatronMoELayer):  # type: ignore[misc]
         options: as in `TokenDispatcher`.
 
     Raises:
-        ConfigError: the configuration asks for what cannot be done here; see `trimtab.integrations.megatron.refused`.
+        ConfigError: the configuration asks for what cannot be done here; see `REFUSED`.
     """
 
     def __init__(
@@ -77,3 +88,27 @@ class MoELayer(MegatronMoELayer):  # type: ignore[misc]
         rows = dispatcher.dispatch_postprocess(hidden_states, probs)
         y, _ = self.experts(*rows, num_slots=dispatcher.rows.num_slots)
         return dispatcher.combine_preprocess(y), None
+
+
+def refuse(config: Any) -> None:
+    """Raise ConfigError if what is asked for cannot be done behind our dispatch."""
+    problems = asked(config, REFUSED)
+    if config.moe_token_dispatcher_type == "flex":
+        problems.append(
+            "moe_token_dispatcher_type='flex' is for its own backends: leave 'alltoall', ours takes its place"
+        )
+    if getattr(config, "transformer_impl", "") == "inference_optimized":
+        problems.append("transformer_impl='inference_optimized' puts dispatchers for inference into the layer")
+    if graphs := _graphs(config):
+        problems.append(f"CUDA graphs of {graphs}, which hold MoE layers: counts are read on the host in between")
+    if problems:
+        raise ConfigError(f"Megatron's MoE layers with trimtab's dispatch do not have: {'; '.join(problems)}")
+
+
+def _graphs(config: Any) -> str:
+    """What CUDA graphs are made of, where MoE layers are inside."""
+    if getattr(config, "cuda_graph_impl", "none") in ("none", None):
+        return ""
+    given = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or ["full"]
+    scopes = [str(getattr(scope, "name", scope)) for scope in ([given] if isinstance(given, str) else given)]
+    return ", ".join(scope for scope in scopes if scope.startswith(("moe", "full")))

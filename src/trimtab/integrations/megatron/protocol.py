@@ -84,6 +84,12 @@ def checked(methods: dict[str, dict[str, tuple[str, ...]]], names: dict[str, tup
     return classes
 
 
+def asked(config: Any, options: dict[str, str]) -> list[str]:
+    """Those of the options that a configuration sets, each with what it asks for."""
+    named = [(name, getattr(config, name, None), says) for name, says in options.items()]
+    return [f"{name}={value!r} asks for {says}" for name, value, says in named if value]
+
+
 _ADVICE = "trimtab.integrations.megatron follows megatron-core 0.16 to 0.19 (pip install 'trimtab[megatron]')"
 _FOUND = checked(METHODS, FIELDS)
 MegatronMoELayer: Any = _FOUND["MoELayer"]

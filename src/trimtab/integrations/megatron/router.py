@@ -18,10 +18,10 @@ from torch import Tensor
 
 from trimtab.autograd import in_backward
 from trimtab.errors import ConfigError
-from trimtab.integrations.megatron.protocol import TopKRouter
+from trimtab.integrations.megatron.protocol import TopKRouter, asked
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
-from trimtab.routing.port import Port, RouterInfo, carrying
+from trimtab.routing.port import Port, carrying
 
 LOSSES = {
     "aux": ("aux_loss", "load_balancing_loss"),
@@ -57,7 +57,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         self.coefficients = {ours: self.get_aux_loss_coeff(theirs) for ours, (theirs, _) in LOSSES.items()}
         self.coefficients["z"] = config.moe_z_loss_coeff or 0.0
         # Not a submodule: its parameter and its buffer are ours, and are looked up in each forward.
-        self._decides = [_config_of(config, self.coefficients).build(config.hidden_size, device="meta")]
+        self._decides = [router_config(config, self.coefficients).build(config.hidden_size, device="meta")]
         parts, cut = self.tp_dp_cp_group.size(), self.tp_cp_group.size()
         # Gradients are averaged over dp * cp ranks, where the losses' come times cp, and summed over tp; of losses that
         # are sums, which a number of tokens divides later, they are summed over all.
@@ -98,12 +98,6 @@ class Router(TopKRouter):  # type: ignore[misc]
         port: Port = self._decides[0].port
         return port
 
-    @property
-    def info(self) -> RouterInfo:
-        """For observers."""
-        info: RouterInfo = self._decides[0].info
-        return info
-
     def _with_losses(self, weights_TK: Tensor, routing: Any) -> Tensor:
         """The weights, whose backward is that of the losses too; and the losses in Megatron's log."""
         by_token = self.config.calculate_per_token_loss
@@ -128,12 +122,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         return weights_TK
 
 
-def _config_of(config: Any, coefficients: dict[str, float]) -> RouterConfig:
-    """Raises:
-    ConfigError: there is none.
-    """
-    asked = [name for name in REFUSED if getattr(config, name, None)]
-    problems = [f"{name}={getattr(config, name)!r} asks for {REFUSED[name]}" for name in asked]
+def router_config(config: Any, coefficients: dict[str, float]) -> RouterConfig:
+    """Raise ConfigError if there is none."""
+    problems = asked(config, REFUSED)
     kinds = config.moe_router_load_balancing_type
     known = ("none", *(theirs for theirs, _ in LOSSES.values()))
     kinds = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in known]

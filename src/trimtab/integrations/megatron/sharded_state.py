@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.integrations.megatron.expert_linear import ExpertLinear
 
 EXTRA = "_extra_state"
 
@@ -56,9 +55,10 @@ def linear_state(
     for own, param in linear.named_parameters():
         kind, number = re.fullmatch(r"(weight|bias)(\d*)", own).groups()  # type: ignore[union-attr]
         which = [first + int(number)] if number else [first + i for i in range(e)]
-        pieces = 1 if whole else _pieces(linear, kind)
+        cut = linear.cut == 0 or kind == "weight"
+        pieces = linear.halves if cut and not whole else 1
         shards = partial(
-            _shards, linear=linear, tail=f"{name}.{kind}", experts=which, num_experts=e * ranks, pieces=pieces,
+            _shards, linear=linear, tail=f"{name}.{kind}", experts=which, num_experts=e * ranks, cut=cut, pieces=pieces,
             offsets=tuple(sharded_offsets), singleton=singleton, stacked=not number,
         )  # fmt: skip
         key, replica = f"{before}{name}.{kind}", (0, 0, copy)
@@ -67,39 +67,24 @@ def linear_state(
         else:
             merge = partial(_merged, pieces=pieces, stacked=not number)
             state[own] = ShardedTensorFactory(key, param, shards, merge, replica)
+    starts, sizes = (tuple(part[at] for part in sorted(sharded_offsets)) for at in (1, 2))
     for i in range(e):
-        key, shape, offset = f"{before}{name}.{EXTRA}", (*_sizes(sharded_offsets), e * ranks), first + i
-        at = (*_starts(sharded_offsets), offset)
+        key, shape, at = f"{before}{name}.{EXTRA}", (*sizes, e * ranks), (*starts, first + i)
         if singleton:
-            key = f"{before}{offset}.{name}.{EXTRA}"
-            shape, at = _sizes(sharded_offsets) or (1,), _starts(sharded_offsets) or (0,)
+            key, shape, at = f"{before}{first + i}.{name}.{EXTRA}", sizes or (1,), starts or (0,)
         state[f"{EXTRA}{i}"] = ShardedObject(key, None, shape, at, (0, of.tp_group.rank(), copy))
     return state
-
-
-def _starts(offsets: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
-    return tuple(start for _, start, _ in sorted(offsets))
-
-
-def _sizes(offsets: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
-    return tuple(size for _, _, size in sorted(offsets))
-
-
-def _pieces(linear: ExpertLinear, kind: str) -> int:
-    """Into how many shards one expert's tensor goes."""
-    return linear.halves if linear.cut == 0 or kind == "weight" else 1
 
 
 @torch.no_grad()
 def _shards(
     key: str, t: Tensor, replica_id: Any, flattened_range: slice | None, *, linear: Any, tail: str,
-    experts: Sequence[int], num_experts: int, pieces: int, offsets: tuple[Any, ...], singleton: bool, stacked: bool,
+    experts: Sequence[int], num_experts: int, cut: bool, pieces: int, offsets: tuple[Any, ...], singleton: bool,
+    stacked: bool,
 ) -> list[ShardedTensor]:  # fmt: skip
     """Those of a parameter, or of an optimizer's state of it: expert by expert, gate before up."""
     if flattened_range is not None:
         raise InputError(f"{key} comes as a range of its elements: save by 'fully_reshardable' or 'dp_reshardable'")
-    kind = tail.rpartition(".")[2]
-    cut = linear.cut == 0 or kind == "weight"
     before, rank, ranks = len(offsets) + (not singleton), linear.tp_rank, linear.tp_size
     found = []
     for expert, whole in zip(experts, t if stacked else [t], strict=True):

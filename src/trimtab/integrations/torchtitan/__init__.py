@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trimtab.integrations.torchtitan.dispatcher import TokenDispatcher as TokenDispatcher
     from trimtab.integrations.torchtitan.exchange import Dispatched as Dispatched
     from trimtab.integrations.torchtitan.exchange import TokenExchange as TokenExchange
-    from trimtab.integrations.torchtitan.replicated import RoutedExperts as RoutedExperts
+    from trimtab.integrations.torchtitan.override import RoutedExperts as RoutedExperts
 
 
 if not TYPE_CHECKING:

@@ -20,7 +20,6 @@ from importlib import import_module
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.checks import shape_problems
 from trimtab.dispatch.dispatcher import Dispatcher
@@ -28,7 +27,6 @@ from trimtab.dispatch.facts import Facts
 from trimtab.dispatch.options import ExchangeOptions
 from trimtab.dispatch.route import Dispatched as RowsOfRank
 from trimtab.dispatch.transport import Transport
-from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.plan import ExpertPlan, plan_experts
 from trimtab.experts.segments import FromExperts, ToExperts
@@ -144,15 +142,6 @@ class TokenExchange:
             sent.rows.route.refuse(error, out_RD)
         y_MD: Tensor = FromExperts.apply(out_RD.to(x_TD.dtype), sent.rows.weights_MK, sent.plan)  # type: ignore[no-untyped-call]
         return self.dispatcher.combine(y_MD.to(x_TD.dtype), sent.rows)
-
-
-def transport_over(ep_mesh: DeviceMesh, name: str) -> Transport:
-    """One, and so one guard, for all layers that are ever given this very mesh: so ranks share alike, whenever each of
-    them collects what it no longer uses."""
-    made: dict[str, Transport] = vars(ep_mesh).setdefault("_trimtab_transports", {})
-    if name not in made:
-        made[name] = TRANSPORTS[name](ep_mesh.get_group())
-    return made[name]
 
 
 def torchtitan_base() -> Any:

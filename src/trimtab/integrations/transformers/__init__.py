@@ -13,16 +13,15 @@ from trimtab.errors import ConfigError
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from trimtab.convert.export import save_pretrained as save_pretrained
     from trimtab.dispatch.options import CombineMode
-    from trimtab.integrations.transformers.lora.config import lora_config as lora_config
+    from trimtab.integrations.transformers.callbacks import LoadBalancerCallback as LoadBalancerCallback
+    from trimtab.integrations.transformers.callbacks import LoadCallback as LoadCallback
+    from trimtab.integrations.transformers.lora import lora_config as lora_config
     from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig as QuantizedExpertsConfig
     from trimtab.integrations.transformers.quantized.quantizer import dequantize_experts as dequantize_experts
     from trimtab.integrations.transformers.quantized.quantizer import quantize_experts as quantize_experts
     from trimtab.integrations.transformers.routers.load_balancer import LoadBalancer as LoadBalancer
-    from trimtab.integrations.transformers.trainer.load_balancer_callback import (
-        LoadBalancerCallback as LoadBalancerCallback,
-    )
-    from trimtab.integrations.transformers.trainer.load_callback import LoadCallback as LoadCallback
 
 
 def register(
@@ -89,9 +88,7 @@ def register(
     kernels = KernelChoice("auto")  # one for all layers: tested once
     for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
         registry.register(name, partial(experts_forward, kernels=kernels))
-    own = {
-        "experts_name": name, "options": options, "kernels": kernels, "built": count(), "living": WeakSet(),
-    }  # fmt: skip
+    own = {"experts_name": name, "options": options, "kernels": kernels, "built": count(), "living": WeakSet()}
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))
 
 

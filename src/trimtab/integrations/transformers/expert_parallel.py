@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -33,9 +32,8 @@ from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.errors import ConfigError
 from trimtab.experts.weight import LoraFactors
 from trimtab.integrations.transformers.experts import attached_lora, experts_forward
-from trimtab.integrations.transformers.replicated_params import OwnExperts
+from trimtab.integrations.transformers.lora import OwnExperts
 from trimtab.kernels.choose import KernelChoice
-from trimtab.layout import SequenceLayout
 
 
 class TrimtabEP(EPImplementation):  # type: ignore[misc]
@@ -53,45 +51,36 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
     built: Iterator[int]
     """Numbers the experts modules in the order in which they are built, the same on every rank."""
     living: WeakSet[TrimtabEP]
-    """The modules built under this name that are in use: those of one mesh share a transport, and so a guard."""
+    """Those built under this name that are in use. All that were given one mesh, which is one model's, share a
+    transport, which is gone with them: the mesh outlives them in torch's caches, and another model's may equal it."""
+    transport: Transport
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts: Any = experts
         self.ep_group = ep_mesh.get_group()
         self.tp_group = tp_mesh.get_group()
-        self.transport = self._transport_over(ep_mesh)
+        shared = (other.transport for other in self.living if other.ep_mesh is ep_mesh)
+        self.transport = next(shared, None) or TRANSPORTS[self.options.transport](self.ep_group)
         self.living.add(self)
         self.dispatcher = Dispatcher(
-            self.num_local_experts * ep_mesh.size(),
-            self.transport,
-            combine=self.options.combine,
-            layer=f"{type(experts).__name__} {next(self.built)}",
+            self.num_local_experts * ep_mesh.size(), self.transport,
+            combine=self.options.combine, layer=f"{type(experts).__name__} {next(self.built)}",
             replication=self.options.replication if ep_mesh.size() > 1 else None,
-        )
-
-    def _transport_over(self, ep_mesh: DeviceMesh) -> Transport:
-        """One for all modules that were given this very mesh, which is one model's, and gone with them.
-
-        All ranks must share alike. By the group or by an equal mesh they would not: a model that is given up is still
-        found until its cycles are collected, and when that is differs between ranks.
-        """
-        shared = (other.transport for other in self.living if other.ep_mesh is ep_mesh)
-        return next(shared, None) or TRANSPORTS[self.options.transport](self.ep_group)
+        )  # fmt: skip
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted expert outputs [T, D] for this rank's tokens. Every rank of the expert group must call."""
         sent = narrowed(hidden_states, self.experts) if self._ours() else hidden_states
         tensors = (sent, top_k_index, top_k_weights)
         tp_size = self.tp_mesh.size()
-        layout = SequenceLayout.even(1, hidden_states.shape[0], tp_size)
         if tp_size > 1:
-            tensors = tuple(shard(t, layout, self.tp_group) for t in tensors)  # type: ignore[assignment]
+            tensors = tuple(shard(t, self.tp_group) for t in tensors)  # type: ignore[assignment]
         rows = self.dispatcher._dispatch(
             *tensors, facts=Facts(self._weights_fact()), problems=shape_problems(*tensors, None)
         )
         y = self.dispatcher.combine(self._run_experts(rows), rows)
-        return (unshard(y, layout, self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
+        return (unshard(y, hidden_states.shape[0], self.tp_group) if tp_size > 1 else y).to(hidden_states.dtype)
 
     def _part(self, lora: LoraFactors) -> LoraFactors:
         """Adapters of this rank's experts, from those of all experts, which every rank holds."""
@@ -106,8 +95,7 @@ class TrimtabEP(EPImplementation):  # type: ignore[misc]
         """With replicated experts every rank runs them alike, and has the same weights."""
         attached = attached_lora(self.experts).items()
         factors = ((f"{name}.{part}", getattr(lora, part)) for name, lora in attached for part in ("a", "b"))
-        named = chain(self.experts.named_parameters(), self.experts.named_buffers(), factors)
-        return self.dispatcher.weights_fact(named, self.experts.config._experts_implementation)
+        return self.dispatcher.weights_fact(self.experts, self.experts.config._experts_implementation, factors)
 
     def _run_experts(self, rows: Dispatched) -> Tensor:
         if self._ours():

@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from trimtab.autograd import not_in_graphs, refuse_transforms
+from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_for
 from trimtab.experts.replicated import Replicas, replicate
 from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.integrations.transformers.gates import gate_of
-from trimtab.integrations.transformers.quantized.params import codes_of
+from trimtab.integrations.transformers.quantized import codes_of
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.tensor_checks import unsupported_dtype
 
@@ -93,12 +95,10 @@ def _with_replicas(
 
 def is_ours(module: nn.Module) -> bool:
     """Whether our experts function runs this module."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
     config: Any = getattr(module, "config", None)
     function = ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None))
     known = isinstance(function, partial) and function.func is experts_forward
-    return known and hasattr(module, "has_post_expert_norm")
+    return known and is_transformers_experts(module)
 
 
 ATTACHED = "_attached_lora"

@@ -137,18 +137,15 @@ void gemm_swapped(
 }
 
 // Words of K whose rows of B `gemm_straight` holds in registers; its sums that wait, at most; and the rows of A up to
-// which it takes less time than bringing B, at most 4 NR, whose sums have room where B would lie: on Zen 4 of 1, 8 and
+// which it takes less time than bringing B, NR, whose sums have room where B would lie: on Zen 4 of 1, 8 and
 // 32 rows 0.43, 0.60 and 0.92 of it (float32, 1024 x 2048).
 constexpr int HELD = VL == 16 ? 8 : 4;
-#if !defined(TRIMTAB_STRAIGHT)
-#define TRIMTAB_STRAIGHT NR
-#endif
 constexpr long WAITING = 4096;
 
 // Whether a product is made by `gemm_straight`, of a B row by row. Tiles cannot.
 template <class Op>
 bool straight(long M, long N, long K) {
-    return Op::tall < NR && M > 0 && M <= TRIMTAB_STRAIGHT && K > 0 && K % (2 * VL) == 0 && N % NR == 0;
+    return Op::tall < NR && M > 0 && M <= NR && K > 0 && K % (2 * VL) == 0 && N % NR == 0;
 }
 
 // HELD words of K of NR columns of B, from `w` on, times M rows of A: added to `sums`, or written if they are the first.

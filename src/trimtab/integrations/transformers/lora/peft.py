@@ -4,7 +4,7 @@ peft parametrizes the experts' weights for the time of a call: W + scale B A of 
 our experts function runs them, its wrapper leaves the weights alone and attaches its factors to the module for that
 time.
 
-Legend: E experts, r rank.
+Legend: E experts, F expert hidden dim, r rank of an adapter.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from trimtab.autograd import forward_of
 from trimtab.errors import BackendError, ConfigError
 from trimtab.experts.lora import stack_factors
 from trimtab.experts.quantized import values_per_byte
 from trimtab.experts.weight import LoraFactors
 from trimtab.integrations.transformers.experts import ATTACHED, is_ours
-from trimtab.integrations.transformers.quantized.params import MARK, WEIGHTS
-from trimtab.integrations.transformers.replicated_params import cut_over_tensor_ranks
+from trimtab.integrations.transformers.quantized import MARK, WEIGHTS
+from trimtab.parallel.meshes import SumGradients
 
 HOME = "peft.tuners.lora.model"
 KNOWN = "0.18 to 0.21"
@@ -187,3 +190,30 @@ def factors_of(wrapper: Any, adapter: str) -> LoraFactors:
     if last_is_input == bool(wrapper.get_base_layer().is_transposed):
         a, b = b.mT, a.mT
     return LoraFactors(a=a, b=b, scale=wrapper.scaling[adapter])
+
+
+def cut_over_tensor_ranks(lora: LoraFactors, weight: Tensor, transposed: bool) -> LoraFactors:
+    """Cut LoRA that every rank holds whole to this rank's share of F, for a `weight` that `DistributedConfig(tp_size=)`
+    cut over F: the rows of b, or the columns of a. Any other weight's LoRA is returned as it is.
+
+    The other matrix and the rank's part of the result are what its base has: a share, or a part of a sum. So each
+    rank's gradient is a part, and they are summed over the group: one all-reduce in the backward.
+
+    transposed: whether the weight is [E, in, out].
+    """
+    names = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
+    if not isinstance(weight, DTensor) or "tp" not in names:
+        return lora
+    tp, cut = weight.device_mesh["tp"], weight.placements[names.index("tp")]
+    dim: int = getattr(cut, "dim", 0) % 3
+    if dim == 0 or tp.size() == 1:
+        return lora
+    runs: int = getattr(cut, "split_factor", 1)  # gate and up lie one behind the other, and each is cut
+    a, b = forward_of(SumGradients, tp.get_group(), lora.a, lora.b)
+    of_inputs = dim == (1 if transposed else 2)
+
+    def own(matrix: Tensor, dim: int) -> Tensor:
+        mine = [run.chunk(tp.size(), dim)[tp.get_local_rank()] for run in matrix.chunk(runs, dim)]
+        return torch.cat(mine, dim)
+
+    return replace(lora, a=own(a, 2) if of_inputs else a, b=b if of_inputs else own(b, 1))

@@ -1,0 +1,134 @@
+"""Codes as parameters of a transformers experts module, in the place of its weights.
+
+A weight becomes a frozen parameter of uint8 of the same name, codes of [E, out, in] whichever way the module has it,
+with `<name>_scales` beside it; the module's `codes_of_experts` has the format. Under expert parallelism both are
+DTensors as the weight was.
+
+Legend: E experts of this rank, out and in the outputs and inputs of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from trimtab.errors import ConfigError
+from trimtab.experts.quantized import FORMATS, decoded, quantized, scales_of, values_per_byte
+from trimtab.parallel.meshes import local_part
+
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+SCALES = "_scales"
+"""Suffix of a weight's name: the scales of its codes."""
+MARK = "codes_of_experts"
+"""Attribute of a module whose weights are codes: (format, dtype of the weights)."""
+
+
+def weights_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of an experts module by name, or the codes in their place."""
+    for name in WEIGHTS:
+        value = getattr(module, name, None)
+        if isinstance(value, Tensor):
+            yield name, value
+
+
+def codes_of(module: nn.Module, weight: str) -> tuple[str, Tensor, torch.dtype] | None:
+    """The format of the codes in a weight's place, their scales, and the dtype that they stand for: ours, or those of
+    transformers' FP8 experts with float scales. None where there are values.
+
+    Raises ConfigError where something has cast the scales, as FSDP's mixed precision does.
+    """
+    ours: Any = getattr(module, MARK, None)
+    if ours is not None:
+        name, dtype = ours
+        scales = getattr(module, f"{weight}{SCALES}")
+        if scales.dtype is not FORMATS[name].scales:
+            raise ConfigError(
+                f"{type(module).__name__}'s scales of {name} came in {scales.dtype}, and rounded scales give other "
+                "weights: leave FSDP's mixed precision out, and load the model in the dtype that it is to compute in"
+            )
+        return name, scales, dtype
+    grid: Any = getattr(module, f"{weight}_scale_inv", None)
+    blocks, e4m3 = getattr(module, "block_size", None), getattr(module.down_proj, "dtype", None) is torch.float8_e4m3fn
+    if e4m3 and isinstance(grid, Tensor) and grid.dtype is torch.float32 and tuple(blocks or ()) == (128, 128):
+        return "fp8", grid, getattr(module.config, "dtype", None) or torch.bfloat16
+    return None
+
+
+def allocate_params(module: nn.Module, name: str) -> None:
+    """Put uninitialized codes and scales of a format in the place of the module's weights, for a loader to fill.
+
+    Raises ConfigError where the format's blocks do not fit the weights, or straddle gate and up.
+    """
+    f = FORMATS[name]
+    for weight, value in list(weights_in(module)):
+        experts, *matrix = value.shape
+        outs, ins = reversed(matrix) if module.is_transposed else matrix
+        if (f.ins and f.outs == 1 and ins % f.ins) or ins % f.per_byte:
+            raise ConfigError(
+                f"{name} has blocks of {f.ins or f.per_byte} inputs, and {type(module).__name__}.{weight} has {ins}"
+            )
+        if f.outs > 1 and weight == "gate_up_proj" and (outs // 2) % f.outs:
+            raise ConfigError(
+                f"{name} has blocks of {f.outs} outputs, which straddle gate and up in {type(module).__name__}: "
+                f"{outs // 2} each"
+            )
+        codes = torch.empty(experts, outs, ins // f.per_byte, dtype=torch.uint8, device=value.device)
+        scales = torch.empty(scales_of(codes, name), dtype=f.scales, device=value.device)
+        _hold(module, weight, codes, scales, (name, value.dtype))
+
+
+def quantize_param(module: nn.Module, weight: str, name: str) -> None:
+    """Quantize one weight of the module in place."""
+    value = getattr(module, weight).detach()
+    codes, scales = quantize_matrices(local_part(value), name, transposed=bool(module.is_transposed))
+    _hold(module, weight, _placed_as(value, codes), _placed_as(value, scales), (name, value.dtype))
+
+
+def dequantize_params(module: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Put the weights that the module's codes stand for in their place, as parameters that train."""
+    name, of = getattr(module, MARK)
+    for weight, codes in list(weights_in(module)):
+        scales = getattr(module, weight + SCALES)
+        local = local_part(codes.detach()), local_part(scales.detach())
+        pairs = zip(*local, strict=True)
+        values = [decoded(code[None], scale[None], name, dtype or of)[0] for code, scale in pairs]
+        wide = torch.stack([value.t() for value in values] if module.is_transposed else values)
+        delattr(module, weight)
+        delattr(module, weight + SCALES)
+        module.register_parameter(weight, nn.Parameter(_placed_as(codes, wide)))
+    delattr(module, MARK)
+
+
+def quantize_matrices(value: Tensor, name: str, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes and scales of weights [..., out, in], or [..., in, out] if transposed: one matrix at a time, because a
+    format computes in float32."""
+    if value.dim() == 2:
+        return quantized(value.t() if transposed else value, name)
+    made = [quantize_matrices(matrix, name, transposed=transposed) for matrix in value]
+    return torch.stack([codes for codes, _ in made]), torch.stack([scales for _, scales in made])
+
+
+def dequantized_shape(module: nn.Module, weight: str) -> tuple[int, int]:
+    """(out, in) of the weight that a module's codes stand for."""
+    codes = getattr(module, weight)
+    return codes.shape[-2], codes.shape[-1] * values_per_byte(getattr(module, MARK)[0])
+
+
+def _hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor, mark: tuple[str, torch.dtype]) -> None:
+    delattr(module, weight)
+    for key, value in ((weight, codes), (weight + SCALES, scales)):
+        module.register_parameter(key, nn.Parameter(value, requires_grad=False))
+    setattr(module, MARK, mark)
+
+
+def _placed_as(like: Tensor, local: Tensor) -> Tensor:
+    """A DTensor of this rank's experts where `like` is one. Raises ConfigError if it is sharded otherwise."""
+    if not isinstance(like, DTensor):
+        return local
+    if any(isinstance(place, Shard) and place.dim != 0 for place in like.placements):
+        raise ConfigError("experts of codes are sharded by expert alone")
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)

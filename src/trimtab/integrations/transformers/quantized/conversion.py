@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.quantized.params import (
+from trimtab.integrations.transformers.quantized import (
     MARK,
     SCALES,
     WEIGHTS,

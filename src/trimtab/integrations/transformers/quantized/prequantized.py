@@ -21,15 +21,16 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
+from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.experts import is_ours
+from trimtab.integrations.transformers.quantized import WEIGHTS
 from trimtab.integrations.transformers.quantized.conversion import (
     FlattenBlocks,
     KeepQuantized,
     keeping_quantized,
     makes_quantized,
 )
-from trimtab.integrations.transformers.quantized.params import WEIGHTS, is_experts
 from trimtab.integrations.transformers.quantized.quantizer import (
     METHOD,
     QuantizedExpertsConfig,
@@ -61,7 +62,7 @@ class _Prequantized:
 
     def decide(self, model: nn.Module, wanted: bool) -> None:
         """Set `keeps` if this model's experts stay quantized; if not, run transformers' check of the machine."""
-        experts = [module for module in model.modules() if is_experts(module)]
+        experts = [module for module in model.modules() if is_transformers_experts(module)]
         self.keeps = self.asked is not None and wanted and any(is_ours(module) for module in experts)
         if self.asked is not None and not self.keeps:
             super().validate_environment(*self.asked[0], **self.asked[1])  # type: ignore[misc]

@@ -22,21 +22,21 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
 from trimtab.experts.quantized import FORMATS
 from trimtab.integrations.transformers.experts import is_ours
-from trimtab.integrations.transformers.quantized.conversion import QuantizeWhole, makes_quantized, owner, quantizing
-from trimtab.integrations.transformers.quantized.params import (
+from trimtab.integrations.transformers.quantized import (
     MARK,
     SCALES,
     WEIGHTS,
     allocate_params,
     codes_of,
     dequantize_params,
-    is_experts,
     quantize_param,
     weights_in,
 )
+from trimtab.integrations.transformers.quantized.conversion import QuantizeWhole, makes_quantized, owner, quantizing
 
 METHOD = "trimtab_experts"
 SHOWN = 4
@@ -120,7 +120,7 @@ def add_quantizer() -> None:
 
 def experts_in(model: nn.Module, skipped: list[str] | None = None) -> list[nn.Module]:
     """A model's experts modules, but those that a checkpoint or a user skips. Raises ConfigError if it has none."""
-    named = [(name, module) for name, module in model.named_modules() if is_experts(module)]
+    named = [(name, module) for name, module in model.named_modules() if is_transformers_experts(module)]
     if not named:
         raise ConfigError(f"{type(model).__name__} has no experts modules of transformers to quantize")
     return [module for name, module in named if should_convert_module(name, skipped)]
@@ -173,7 +173,9 @@ def plan_scales(model: nn.Module, plan: dict[str, str]) -> None:
 
 def mark_quantized(model: Any, config: QuantizedExpertsConfig) -> None:
     """Mark a model that has codes as one: its config says so, and `save_pretrained` writes them as they are."""
-    plain = [name for name, module in model.named_modules() if is_experts(module) and not hasattr(module, MARK)]
+    plain = [
+        name for name, module in model.named_modules() if is_transformers_experts(module) and not hasattr(module, MARK)
+    ]
     config.modules_to_not_convert = [name.removeprefix(f"{model.base_model_prefix}.") for name in plain] or None
     quantizer = ExpertsQuantizer(config, pre_quantized=True)
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD

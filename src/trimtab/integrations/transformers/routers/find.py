@@ -24,8 +24,8 @@ _ENDINGS = ("TopKRouter", "TopkRouter", "Router", "Gate")
 _BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 """What families call the bias that joins the scores for the selection alone; in the router, or in the block around."""
 _OUTER = re.compile(r"^(module\.|base_model\.model\.)+")
-_WHOLE = re.compile(r"^(.*)\.(?:original_module|modules_to_save\.([^.]+))$")
-"""Where peft keeps the copies of a module that it saves whole: the wrapper, and the adapter's name."""
+_WHOLE = re.compile(r"\.(?:original_module|modules_to_save\.([^.]+))(?=\.|$)")
+"""What a name has behind that of a module which peft saves whole, and of which it keeps others: whose this one is."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,10 +33,9 @@ class RouterPlace:
     """One router of a model of transformers.
 
     name: of the router module, without what wrappers (DDP, peft, torch.compile, checkpointing) add. module: it.
-    copies: others that may run in its place: where peft saves the router whole, the one without the adapter, and those
-        of adapters that are not active.
+    others: those that may run in its place, of which peft keeps one for each of its own where it saves a router whole.
     family: its class.
-    number: among the model's routers. layer: among all its layers, dense ones counted. layers: how many those are.
+    layer: its number among all layers, dense ones counted. layers: how many those are.
     num_experts: E, with what a family counts beside experts. top_k: K.
     rule: how logits become scores and weights.
     bias_in, bias: the module that has the selection bias and its name there, a buffer or a parameter that is not
@@ -45,9 +44,8 @@ class RouterPlace:
 
     name: str
     module: nn.Module
-    copies: tuple[nn.Module, ...]
+    others: tuple[nn.Module, ...]
     family: str
-    number: int
     layer: int
     layers: int
     num_experts: int
@@ -73,6 +71,7 @@ def find_routers(model: nn.Module) -> list[RouterPlace]:
     """
     places: list[RouterPlace] = []
     modules = dict(model.named_modules())
+    by_plain_name = {plain(name): module for name, module in modules.items()}  # of wrappers the innermost
     found: dict[str, list[tuple[str, Rule]]] = {}
     for name, module in modules.items():
         refused = next((why for cls in type(module).__mro__ if (why := UNREACHABLE.get(cls.__name__))), None)
@@ -82,23 +81,23 @@ def find_routers(model: nn.Module) -> list[RouterPlace]:
         rule = _rule_of(module)
         if rule is not None:
             found.setdefault(plain(name), []).append((name, rule))
-    for plainly, copies in found.items():
-        name, rule = next((one for one in copies if _is_active(one[0], modules)), copies[0])
+    for plainly, several in found.items():
+        name, rule = next((one for one in several if _is_active(one[0], modules)), several[0])
         module = modules[name]
         layer, layers = _layer_of(name, modules)
-        bias_in, bias = _bias_of(module, modules[_around(name)])
+        bias_in, bias = _bias_of(module, by_plain_name[around(plainly)])
         places.append(
             RouterPlace(
-                name=plainly, module=module, copies=tuple(modules[other] for other, _ in copies if other != name),
-                family=type(module).__name__, number=len(places), layer=layer, layers=layers,
+                name=plainly, module=module, others=tuple(modules[other] for other, _ in several if other != name),
+                family=type(module).__name__, layer=layer, layers=layers,
                 num_experts=int(attrgetter(rule.classes)(module)), top_k=int(attrgetter(rule.top_k)(module)),
                 rule=rule, bias_in=bias_in, bias=bias,
             )
         )  # fmt: skip
-    routed = {plain(_around(copies[0][0])) for copies in found.values()}
+    routed = set(map(around, found))
     for name, module in modules.items():
-        if hasattr(module, "has_post_expert_norm") and plain(around := _around(name)) not in routed:
-            inside = {key: type(child).__name__ for key, child in modules[around].named_children()}
+        if hasattr(module, "has_post_expert_norm") and (block := around(name)) not in routed:
+            inside = {key: type(child).__name__ for key, child in by_plain_name[block].named_children()}
             raise ConfigError(
                 f"{name} ({type(module).__name__}): no router that trimtab knows among {inside}; if one of them gives "
                 "(logits, weights, ids), add a row for it to trimtab.integrations.transformers.routers.rules.RULES"
@@ -108,27 +107,22 @@ def find_routers(model: nn.Module) -> list[RouterPlace]:
 
 def plain(name: str) -> str:
     """A module's name without what DDP, peft, torch.compile and checkpointing add to it."""
-    name = own_name(_OUTER.sub("", plain_name(name)))
-    whole = _WHOLE.match(name)
-    return whole[1] if whole else name
+    return _WHOLE.sub("", own_name(_OUTER.sub("", plain_name(name))))
 
 
-def _around(name: str) -> str:
-    """The block that a module is in, which peft's wrappers may have moved deeper."""
-    inner = name.removesuffix(".base_layer")
-    whole = _WHOLE.match(inner)
-    outer = whole[1] if whole else inner
-    return name.rpartition(".")[0] if outer == name else _around(outer)
+def around(name: str) -> str:
+    """The plain name of the block that a router or experts module is in, whatever wraps them."""
+    return plain(name).rpartition(".")[0]
 
 
 def _is_active(name: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a module is the one that runs, of the copies that peft keeps where it saves a module whole."""
-    whole = _WHOLE.match(name)
-    if whole is None:
-        return True
-    wrapper: Any = modules[whole[1]]
-    active = () if wrapper.disable_adapters else wrapper.active_adapters
-    return whole[2] in active if whole[2] else not active
+    """Whether a module is the one that runs, of those that peft keeps where it saves a module whole."""
+    for kept in _WHOLE.finditer(name):
+        wrapper: Any = modules[name[: kept.start()]]
+        active = () if wrapper.disable_adapters else wrapper.active_adapters
+        if not (kept[1] in active if kept[1] else not active):
+            return False
+    return True
 
 
 def _rule_of(module: nn.Module) -> Rule | None:

@@ -22,12 +22,14 @@ INPUTS = ("input_ids", "inputs_embeds")
 class ModelForward:
     """One forward of the model.
 
-    shape: (sequences, positions) of its input, where that has them. mask: its 2-d attention mask, or what the caller
-    says in its place. vision_T: which tokens have experts of their own, where a family parts them by modality.
+    module: the id of what was called. shape: (sequences, positions) of its input, where that has them. mask: its 2-d
+    attention mask, or what the caller says in its place. vision_T: which tokens have experts of their own, where a
+    family parts them by modality.
     turns: how often each router has decided in it.
     """
 
-    def __init__(self, given: dict[str, Any], args: tuple[Any, ...], mask: Tensor | None) -> None:
+    def __init__(self, module: int, given: dict[str, Any], args: tuple[Any, ...], mask: Tensor | None) -> None:
+        self.module = module
         tensors = (*(given.get(name) for name in INPUTS), *args)
         tokens = next((t for t in tensors if isinstance(t, Tensor) and t.dim() >= 2), None)
         self.shape = None if tokens is None else (tokens.shape[0], tokens.shape[1])

@@ -18,10 +18,16 @@ from torch import Tensor, nn
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.routers.find import find_routers
 from trimtab.integrations.transformers.routers.observe import Observed, observing
-from trimtab.integrations.transformers.routers.selection_bias import HeldBias, add_selection_bias, check_quantile
+from trimtab.integrations.transformers.routers.selection_bias import (
+    HeldBias,
+    add_selection_bias,
+    check_quantile,
+    check_saved,
+    save_with_peft,
+)  # fmt: skip
 from trimtab.routing.balance import stepped_bias
 from trimtab.routing.config import BIAS_RULES
-from trimtab.routing.losses import Groups, StepTotals, all_sum
+from trimtab.routing.losses import Groups, StepTotals
 from trimtab.routing.observers import ADDED, BalanceLosses, Loads, Quantiles, SelectionBias
 from trimtab.routing.port import Observer
 from trimtab.routing.quantile import quantile_bias
@@ -42,7 +48,7 @@ class LoadBalancer:
     Args:
         model: before it is wrapped.
         bias: how the selection bias of each router moves at the end of an optimizer step: "sign" by `rate` towards
-            the mean load (arXiv 2408.15664); "quantile" to what would have balanced the step (see
+            the mean load (arXiv 2408.15664); "quantile" to what would have evened out the step (see
             `trimtab.routing.quantile`); None leaves it.
         rate: of "sign".
         add_bias: give routers that have no selection bias a buffer `selection_bias`, which is saved with the model.
@@ -54,6 +60,9 @@ class LoadBalancer:
             and pools layers. Its own is turned off.
         z_loss: coefficient of the mean square of logsumexp(logits) (arXiv 2202.08906), averaged over layers.
         group: the ranks that share the global batch, over which gradients are averaged; all if not given.
+
+    With peft make it of the PeftModel, whose `save_pretrained` then puts the biases into its file as well. peft reads
+    them back, also where a Trainer resumes. It makes no buffers: for added biases hand in its folder as `add_bias`.
 
     Losses join the backward where the router's weights are used, and not the number that the model gives as its loss:
     `losses` has their values, of the last step, coefficients included. They are in the scale of a loss that is
@@ -98,7 +107,9 @@ class LoadBalancer:
         if bias == "quantile":
             for place in biased:
                 check_quantile(place)
-        self._biases = {place.name: HeldBias(place) for place in biased} if bias else {}
+        held = {place.name: HeldBias(place) for place in biased if bias or not place.bias}
+        save_with_peft(model, held.values())
+        self._biases = held if bias else {}
         self._loads = Loads()
         self._quantiles = Quantiles({name: b.read for name, b in self._biases.items()} if bias == "quantile" else {})
         self._balance = BalanceLosses(aux_loss=aux_loss, z_loss=z_loss, group=lambda: self.group)
@@ -133,15 +144,17 @@ class LoadBalancer:
         loads = Loads(every=True)
         with observing(self._model, loads), torch.no_grad():
             yield
-        for name, loads_E in loads.split(all_sum(loads.take(), self.group)).items():
-            tokens = loads_E.sum() / self._observed.routers[name].top_k
-            self._balance.totals[name] = StepTotals(tokens=tokens, counts_E=loads_E)
+        for name, counts in loads.take(self.group).items():
+            tokens = counts.sum() / self._observed.routers[name].top_k
+            self._balance.totals[name] = StepTotals(tokens=tokens, counts_E=counts[:-1])
 
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
         """End an optimizer step: move the biases, forget the step's counts, and return them: slots per expert on all
         ranks, [E] int64 by router. Every rank calls; one all-reduce, with "quantile" two."""
-        loads = self._loads.split(all_sum(self._loads.take(), self.group))
+        if self._biases:
+            check_saved(self._model)
+        loads = {name: counts[:-1] for name, counts in self._loads.take(self.group).items()}
         required = self._quantiles.take(self.group)
         for name, bias in self._biases.items():
             if self.rule == "quantile":

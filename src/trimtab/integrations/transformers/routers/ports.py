@@ -11,7 +11,6 @@ Legend: T tokens of this rank, K experts per token.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -42,10 +41,9 @@ class ModelPorts:
         self.now: ModelForward | None = None
         self.last: ModelForward | None = None
         self.token_mask: Tensor | None = None
-        self._began = 0
-        self._in_place: list[InPlace] = []
+        self._in_place: dict[InPlace, None] = {}  # in the order of arrival
         self.used_by = 0
-        self._checkpoints: list[tuple[nn.Module, str]] = []
+        self._checkpoints: dict[nn.Module, str] = {}
 
     @classmethod
     def of(cls, places: Sequence[RouterPlace]) -> ModelPorts:
@@ -57,28 +55,20 @@ class ModelPorts:
         """One for each place; routers, parts of the model and those that checkpoint them are wrapped from `use` on."""
         found = []
         for module, names in parts_called(model, places).items():
-            part = Part.of(module) or Part(self, module, names)
-            if part not in self._in_place:
-                self._in_place.append(part)
+            self._in_place[Part.of(module) or Part(self, module, names)] = None
         for place in places:
             front = Front.of(place.module)
             port = RouterPort(place.info, place.rule, self) if front is None else front.port
             if not port.model.used_by:
                 port.model = self  # of a router that was copied by itself
-            for module in (place.module, *place.copies):
+            for module in (place.module, *place.others):
                 mine = Front.of(module) or Front(port, module)
                 if not mine.port.model.used_by:
                     mine.port = port
-                if mine not in self._in_place:
-                    self._in_place.append(mine)
+                self._in_place[mine] = None
             found.append(port)
-        known = {id(module) for module, _ in self._checkpoints}
-        self._checkpoints += [
-            (module, name)
-            for module in model.modules()
-            for mark, name in CHECKPOINTS.items()
-            if hasattr(module, mark) and id(module) not in known
-        ]
+        for mark, name in CHECKPOINTS.items():
+            self._checkpoints |= {module: name for module in model.modules() if hasattr(module, mark)}
         return found
 
     def use(self) -> None:
@@ -95,7 +85,7 @@ class ModelPorts:
             return
         for one in self._in_place:
             one.take_away()
-        for module, name in self._checkpoints:
+        for module, name in self._checkpoints.items():
             wrapped = getattr(module, name, None)
             if isinstance(wrapped, Checkpointed):
                 setattr(module, name, wrapped.checkpoint)
@@ -111,38 +101,28 @@ class ModelPorts:
 
     def wrap_checkpoints(self) -> None:
         """Those that checkpoint by now: it may be switched on after somebody began to observe."""
-        for module, name in self._checkpoints:
+        for module, name in self._checkpoints.items():
             checkpoint = getattr(module, name, None)
             if checkpoint is not None and not isinstance(checkpoint, Checkpointed):
                 setattr(module, name, Checkpointed(self, checkpoint))
 
-    def begins(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """A part of the model is called; whether that is a forward of the model. names: of positional arguments."""
-        if self.now is not None:
-            return False
-        self.wrap_checkpoints()
-        self.now = ModelForward(dict(zip(names, args, strict=False)) | kwargs, args, self.token_mask)
-        return True
+    def begins(self, names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model, or a part of it, is called: a forward of the model, if none is under way. names: of positional
+        arguments."""
+        if self.now is None:
+            self.wrap_checkpoints()
+            self.now = ModelForward(id(module), dict(zip(names, args, strict=False)) | kwargs, args, self.token_mask)
 
-    def ends(self, output: Any) -> None:
-        """The forward has ended, in an error if there is no output."""
+    def ends(self, module: nn.Module, _: Any, output: Any) -> None:
+        """A call has ended, in an error if there is no output; the forward, if it was one."""
+        if self.now is None or self.now.module != id(module):
+            return
         self.last, self.now = self.now, None
-        if output is not None and self.last is not None:
+        if output is not None:
             for port in dict.fromkeys(front.port for front in self._in_place if isinstance(front, Front)):
                 if port.info.name not in self.last.turns:
                     for observer in port.observers:
                         observer.missed(port.info, self.last.shape or (1, 0))
-
-    def pre_hook(self, who: int, names: tuple[str, ...], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Of a model. who: tells it from others that are hooked."""
-        if self.begins(names, args, kwargs):
-            self._began = who
-
-    def hook(self, who: int, _: Any, __: Any, output: Any) -> None:
-        """Of the same model, called in an error as well."""
-        if self._began == who:
-            self._began = 0
-            self.ends(output)
 
     def of_this_run(self) -> ModelForward | None:
         """The forward that a run of a router belongs to."""
@@ -155,23 +135,16 @@ class ModelPorts:
             return noted(self.now, self)
         return self.last if in_backward() else None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelPorts:
-        made = memo[id(self)] = ModelPorts()
-        return made
-
     def __reduce__(self) -> tuple[Any, ...]:
         return ModelPorts, ()
 
 
 class RouterPort(Port):
-    """The port of one router of transformers, and of the copies of it that peft keeps."""
+    """The port of one router of transformers, and of the others that peft keeps beside it."""
 
     def __init__(self, info: RouterInfo, rule: Rule, model: ModelPorts, observers: Sequence[Observer] = ()) -> None:
         super().__init__(info, observers)
         self.rule, self.model = rule, model
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RouterPort:
-        return RouterPort(self.info, self.rule, copy.deepcopy(self.model, memo), self._copied())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RouterPort, (self.info, self.rule, self.model, self._copied())
@@ -186,13 +159,14 @@ class Part(InPlace):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, which ends in an error too."""
-        if not self._model.begins(self._names, args, kwargs):
+        if self._model.now is not None:
             return self.forward(*args, **kwargs)
+        self._model.begins(self._names, self.module, args, kwargs)
         output = None
         try:
             output = self.forward(*args, **kwargs)
         finally:
-            self._model.ends(output)
+            self._model.ends(self.module, args, output)
         return output
 
 
@@ -244,9 +218,6 @@ class Checkpointed:
 
     def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
         return self.checkpoint(Taped(function, self._model.used), *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Call:
-        return self.checkpoint
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (self.checkpoint,)

@@ -1,4 +1,4 @@
-"""Expert loads wherever a `transformers.Trainer` reports."""
+"""A `transformers.Trainer` that balances experts, and that reports their loads wherever it reports."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from trimtab.atomic_write import write_whole
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.routers.observe import Observed
-from trimtab.integrations.transformers.trainer.replica_counts import ReplicaCounts, with_replica_counts
-from trimtab.routing.load_picture import draw_loads, read_metrics
-from trimtab.routing.loads import load_metrics, load_scalars
-from trimtab.routing.observers import Loads
+from trimtab.integrations.transformers.model_loads import ModelLoads
+from trimtab.integrations.transformers.routers.load_balancer import LoadBalancer
+from trimtab.routing.loads import draw_loads, load_scalars, read_metrics
 from trimtab.validation import check_sizes
 
 LOADS, PICTURE = "loads.jsonl", "load.png"
@@ -34,10 +31,6 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
       show them as `train/loads/…`;
     * to `folder/loads.jsonl`: one line, every layer's `max_vio`, `dead_experts`, `entropy`, `drop_rate` and
       `tokens_per_expert`, as `trimtab.routing.loads.load_metrics` has them, by the name of its router.
-
-    With `replicate_experts=`, `busiest_before` and `busiest_after` are the rows of the busiest rank over the mean,
-    without replicas and with them (worst layer), `replicas` and `replica_bytes` what was sent (all layers); in the file
-    they are each layer's `replicated`.
 
     At the end `folder/load.png` shows load by layer and expert, and imbalance by step (with matplotlib).
 
@@ -61,14 +54,12 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
             raise ConfigError(f"most_keys={most_keys}: there are five numbers of the model as a whole")
         self.trainer, self.every, self.most_keys = trainer, every, most_keys
         self.folder = Path(trainer.args.output_dir if folder is None else folder)
-        self.counts = Loads()
-        self._observed: Observed | None = None
-        self.replicas: ReplicaCounts | None = None
+        self._loads: ModelLoads | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count from now on. Of a run that goes on, the lines up to its step stay."""
         self._stop()
-        self._observed, self.replicas = Observed(self.trainer.model, self.counts), ReplicaCounts(self.trainer.model)
+        self._loads = ModelLoads(self.trainer.model)
         self._written = state.global_step
         if state.is_world_process_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -79,9 +70,9 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report, where it is time. Every rank comes here; one all-reduce."""
-        if self._observed is None or (state.global_step % self.every and state.global_step != state.max_steps):
+        if self._loads is None or (state.global_step % self.every and state.global_step != state.max_steps):
             return
-        scalars = load_scalars(self._write(state), self.most_keys)
+        scalars = load_scalars(self._write(state, self._loads), self.most_keys)
         state.log_history.append({**scalars, "step": state.global_step})
         for callback in self.trainer.callback_handler.callbacks:
             if callback is not self and not isinstance(callback, (PrinterCallback, ProgressCallback)):
@@ -90,22 +81,15 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count no longer, and draw. The steps since the last report, where training was ended early, become a line;
         trackers are closed by now."""
-        if self._observed is not None and state.global_step != self._written:
-            self._write(state)
+        if self._loads is not None and state.global_step != self._written:
+            self._write(state, self._loads)
         self._stop()
         if state.is_world_process_zero:
             draw_loads(self.folder / LOADS, self.folder / PICTURE)
 
-    def _write(self, state: Any) -> dict[str, dict[str, Any]]:
+    def _write(self, state: Any, loads: ModelLoads) -> dict[str, dict[str, Any]]:
         """The records by layer of what was counted on all ranks since the last time, now a line of the file."""
-        taken = self.counts.take()
-        if dist.is_initialized():
-            dist.all_reduce(taken)
-        taken //= self.trainer.get_tp_size()  # these ranks hold the same tokens
-        listed = self.counts.listed(taken.tolist())
-        layers = {name: load_metrics(loads, dropped) for name, (loads, dropped) in listed.items()}
-        if self.replicas is not None:
-            layers = with_replica_counts(layers, self.replicas.reported())
+        layers = loads.take(self.trainer.get_tp_size())
         if state.is_world_process_zero:
             with (self.folder / LOADS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, "layers": layers}) + "\n")
@@ -113,7 +97,31 @@ class LoadCallback(TrainerCallback):  # type: ignore[misc]
         return layers
 
     def _stop(self) -> None:
-        for counting in (self._observed, self.replicas):
-            if counting is not None:
-                counting.remove()
-        self._observed = self.replicas = None
+        if self._loads is not None:
+            self._loads.remove()
+        self._loads = None
+
+
+class LoadBalancerCallback(TrainerCallback):  # type: ignore[misc]
+    """Balances the experts of the model that any `Trainer` (TRL's too) trains:
+
+        trainer.add_callback(LoadBalancerCallback(trainer, bias="quantile", add_bias=True))
+
+    The arguments are those of `LoadBalancer`, which is the attribute `balance`. Add it before `trainer.train()`.
+
+    Raises:
+        ConfigError: as `LoadBalancer`; losses with fp16, whose scaler does not know of them.
+    """
+
+    def __init__(self, trainer: Any, **options: Any) -> None:
+        if trainer.args.fp16 and (options.get("aux_loss") or options.get("z_loss")):
+            raise ConfigError("balance losses join the backward unscaled: train with bf16 instead of fp16")
+        self.trainer, self.balance = trainer, LoadBalancer(trainer.model, **options)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Losses are averaged over the step's micro-batches, of which an epoch's last step may have fewer."""
+        self.balance.micro_batches = self.trainer.current_gradient_accumulation_steps
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Every rank comes here."""
+        self.balance.step()
