@@ -8,6 +8,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,47 @@ def test_codes_of_a_checkpoint_are_kept_and_merged_into_weights(kind: str, text:
     adapter = peft.PeftModel.from_pretrained(plain, out / "final").merge_and_unload()
     for name, value in adapter.state_dict().items():
         assert torch.equal(merged.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("targets", ["experts,attention", "experts", "self_attn.q_proj,shared,router"])
+def test_adapters_of_a_composite_model_act_on_all_of_it(text: Path, tmp_path: Path, targets: str) -> None:
+    """By peft on the whole model, as merged/ does, and merged by `trimtab convert`; its tower is left alone."""
+    from transformers import AutoModelForImageTextToText, Qwen3_5MoeConfig
+
+    from trimtab.train.presets import byte_tokenizer
+
+    sizes = {
+        "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 16, "max_position_embeddings": 512, "eos_token_id": 256,
+        "layer_types": ["full_attention"] * 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0],
+                            "partial_rotary_factor": 0.5},
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    base, out = tmp_path / "base", tmp_path / "run"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        whole = AutoModelForImageTextToText.from_config(Qwen3_5MoeConfig(text_config=sizes, vision_config=vision))
+    whole.save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    given: dict[str, Any] = {"seq_len": 32, "batch_size": 2, "max_steps": 2, "lr": 0.05, "lora": 2, "merge": True}
+    run_forked(TrainConfig(model=str(base), data=(str(text),), out=str(out), lora_targets=targets, **given), 1)
+    assert "those of Qwen3_5MoeForConditionalGeneration, the whole model" in log(out)
+    ids = torch.arange(12)[None]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # peft's, of keys that are missing
+        before = whole.eval()(input_ids=ids).logits
+        adapted = peft.PeftModel.from_pretrained(whole, out / "final").eval()
+        merged = AutoModelForImageTextToText.from_pretrained(out / "merged").eval()
+        found, wanted = (model(input_ids=ids).logits for model in (adapted, merged))
+    assert not torch.allclose(before, wanted, atol=1e-3)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    assert not any("visual" in name for name, p in adapted.named_parameters() if "lora_" in name)
+    command = ["convert", base, tmp_path / "converted", "--to", "safetensors", "--merge", out / "final"]
+    assert main([str(each) for each in command]) == 0
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "converted", out / "merged"))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 def test_the_commands_of_the_page_run_as_written(

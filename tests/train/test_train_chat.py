@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trimtab.errors import InputError
 from trimtab.train.assistant_spans import IGNORED, Piece, encode_chat
+from trimtab.train.messages import REASONING
 from trimtab.train.presets import byte_tokenizer
 
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
@@ -69,11 +70,18 @@ KINDS = {
     "reasoning": [
         user("Uone"), said("Aone", reasoning_content="Rone"), user("Utwo"), said("Atwo", reasoning_content="Rtwo"),
     ],
+    "reasoning by another key": [
+        user("Uone"), said("Aone", reasoning="Rone"), user("Utwo"), said("Atwo", thinking="Rtwo"),
+    ],
     "call": [user("Uone"), said("", tool_calls=[CALL]), result("Tone"), said("Aone"), *TWO],
     "calls": [user("Uone"), said("", tool_calls=[CALL, CALL]), result("Tone"), result("Ttwo"), said("Aone")],
     "weights": [user("Uone"), said("Zone", weight=0), *TWO],
     "flags": [
         *ONE, user("Utwo"), said("Ztwo", train=False), user("Uthree"), said("Athree", loss_mask=1, trainable=True),
+    ],
+    "other flags": [
+        user("Uone"), said("Zone", loss=False), user("Utwo"), said("Ztwo", masked=True, loss=1), user("Uthree"),
+        said("Athree", loss=True, masked=0, loss_weight=1.0, training=True),
     ],
 }  # fmt: skip
 
@@ -106,8 +114,8 @@ def tokenizer(template: str) -> Any:
 
 def runs(tok: Any, piece: Piece) -> list[tuple[str, str]]:
     """The runs of labeled tokens: the text before each, and what is learned there."""
-    ids, labels = piece
-    assert len(ids) == len(labels)
+    ids, labels, length = piece
+    assert len(ids) == len(labels) == length
     borders = [
         i for i in range(len(ids) + 1) if (i and labels[i - 1] != IGNORED) != (i < len(ids) and labels[i] != IGNORED)
     ]
@@ -127,7 +135,19 @@ def rendered(tok: Any, messages: Any, *, prompt: bool = False, tools: Any = None
 
 
 def answer_words(message: dict[str, Any]) -> list[str]:
-    return re.findall("[AR][a-z]+", message["content"])
+    reasoning = next((message[key] for key in REASONING if key in message), "")
+    return re.findall("[AR][a-z]+", f"{reasoning} {message['content']}")
+
+
+def has_a_place(tok: Any, messages: Any, turn: int) -> bool:
+    """True where the template renders the reasoning of an answer under one of its keys, or asks for it itself."""
+    some = messages[: turn + 1]
+    before = rendered(tok, some[:-1], prompt=True) or ""
+    (words,) = (some[-1][key] for key in REASONING if key in some[-1])
+    with_keys = ({**{k: v for k, v in some[-1].items() if k not in REASONING}, key: words} for key in REASONING)
+    texts = [rendered(tok, [*some[:-1], message]) or "" for message in with_keys]
+    asked = before.rstrip().endswith("<think>") and not any(text.startswith(before) for text in texts)
+    return asked or any(words in text for text in texts)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -143,6 +163,7 @@ def test_every_answer_is_learned_once_with_its_end_and_nobody_else(name: str) ->
         nothing = whole is not None and (
             whole.count("adder") < 2 * len(called)
             or any(w not in whole for i in answers for w in answer_words(messages[i])[-1:])
+            or any(not has_a_place(tok, messages, i) for i in answers if any(key in messages[i] for key in REASONING))
         )
         if whole is None or nothing:
             with pytest.raises(InputError, match=r"refused|renders"):
@@ -169,13 +190,27 @@ def test_every_answer_is_learned_once_with_its_end_and_nobody_else(name: str) ->
 
 def test_a_template_that_writes_another_end_into_history_has_its_own_end_learned() -> None:
     tok = shipped("gptoss")
-    ((ids, labels),) = encode_chat(tok, KINDS["two"], "here")
+    ((ids, labels, _),) = encode_chat(tok, KINDS["two"], "here")
     other = [
         (tok.decode([i]), tok.decode([label]))
         for i, label in zip(ids, labels, strict=True)
         if label not in (i, IGNORED)
     ]
     assert other == [("<|end|>", "<|return|>")], "one piece, and the end of its first answer is the true one"
+
+
+def test_reasoning_is_learned_under_each_of_its_keys_or_refused() -> None:
+    for name in ("qwen3", "deepseek_r1_distill", "gptoss"):
+        tok = shipped(name)
+        runs_of = [learned(tok, [user("Uone"), said("Aone", **{key: " Rone\n"})]) for key in REASONING]
+        assert "Rone" in runs_of[0][0]
+        assert runs_of[0] == runs_of[1] == runs_of[2], name
+    for more in ({"thinking": "Rone"}, {"reasoning": "Rone", "train": True}):
+        with pytest.raises(InputError, match=r"message 2 .* its reasoning as nothing; leave that out"):
+            learned(shipped("llama3"), [user("Uone"), said("Aone", **more)])
+    assert learned(shipped("llama3"), [user("Uone"), said("Zone", thinking="Rone", loss=0), *TWO]) == ["Atwo<|eot_id|>"]
+    with pytest.raises(InputError, match=r"message 2: its reasoning .* is not the same"):
+        learned(shipped("qwen3"), [user("Uone"), said("Aone", thinking="Rone", reasoning="Rtwo")])
 
 
 def test_a_template_that_rewrites_history_gives_a_piece_for_each_context() -> None:
@@ -209,7 +244,7 @@ def test_a_long_conversation_is_tokenized_once() -> None:
     tok = Counting(tokenizer_object=shipped("llama3").backend_tokenizer, eos_token="<|eot_id|>", bos_token="<|bos|>")
     tok.chat_template = shipped("llama3").chat_template
     messages = [m for i in range(75) for m in (user(f"U{i} " * 20), said(f"A{i} " * 20))]
-    ((ids, _),) = encode_chat(tok, messages, "here")
+    ((ids, _, _),) = encode_chat(tok, messages, "here")
     assert Counting.seen <= len(tok.decode(ids))
 
 
@@ -233,8 +268,8 @@ def test_where_no_turn_is_ended_the_end_of_text_is_learned_there() -> None:
         "{% for m in messages %}### {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}### assistant:{% endif %}"
     )
-    ((ids, labels),) = encode_chat(tok, KINDS["two"], "here")
-    assert [run for _, run in runs(tok, (ids, labels))] == [" Aone<|eos|>", " Atwo<|eos|>"]
+    ((ids, labels, _),) = encode_chat(tok, KINDS["two"], "here")
+    assert [run for _, run in runs(tok, (ids, labels, len(ids)))] == [" Aone<|eos|>", " Atwo<|eos|>"]
     assert tok.decode(ids) == rendered(tok, KINDS["two"]).rstrip() + "<|eos|>", "the first one's end is a label alone"
 
 
@@ -254,7 +289,7 @@ def test_a_token_across_the_border_and_tokenizers_without_offsets() -> None:
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     tok = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=";", chat_template=template)
-    ((ids, labels),) = encode_chat(tok, [user("b"), said("yb")], "here")
+    ((ids, labels, _),) = encode_chat(tok, [user("b"), said("yb")], "here")
     assert tok.convert_ids_to_tokens(ids) == ["b", ":", "b", ";", "a", ":y", "b", ";"]
     assert [label != IGNORED for label in labels] == [False] * 5 + [True] * 3, "the token across it is the answer's"
     slow = ByT5Tokenizer(chat_template="{% for m in messages %}{{ m['content'] }}</s>{% endfor %}")

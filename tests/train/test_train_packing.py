@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helpers import family_config
 from helpers.families import build_model, family_names
 from trimtab.errors import InputError
 from trimtab.train import packing, readers
 from trimtab.train.assistant_spans import IGNORED
-from trimtab.train.dataset import Blocks, RankBlocks, turns
 from trimtab.train.models import keeps_documents_apart, mask_by_positions
-from trimtab.train.packing import Packer, best_fit, prepare_data
+from trimtab.train.packing import Blocks, Packer, RankBlocks, best_fit, prepare_data, turns
 from trimtab.train.presets import SPECIALS, byte_tokenizer
 from trimtab.train.report import DataReport
 from trimtab.train.sources import find_groups
@@ -128,6 +128,43 @@ def test_texts_are_wrapped_with_eos_between(tmp_path: Path, monkeypatch: pytest.
     assert sorted(bytes(i % EOS for i in ids[:total]).split(b"\0")) == sorted([b"", *(t.encode() for t in texts)])
     assert labels == ids[:total] + [IGNORED] * (len(ids) - total)
     assert f"2 text(s), {total:,} tokens, {total:,} of them learned, in {-(-total // 64)} block(s)" in report.summary()
+
+
+@pytest.mark.parametrize("kind", ["text", "completion", "prompt", "answer", "question"])
+def test_a_long_record_is_tokenized_in_pieces_and_has_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of a tokenizer that joins letters, over borders of words and lines, and memory as much as its text needs."""
+    core = Tokenizer(
+        models.BPE(
+            vocab={c: n for n, c in enumerate("abcdĠĊ<>|eos")} | {"ab": 20, "Ġab": 21}, merges=[("a", "b"), ("Ġ", "ab")]
+        )
+    )
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.add_special_tokens(["<|eos|>"])
+    template = "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}<|eos|>{% endfor %}"
+    template += "{% if add_generation_prompt %}a{% endif %}"
+    longest = [0]
+
+    class Seeing(PreTrainedTokenizerFast):
+        def __call__(self, text: str, **options: Any) -> Any:
+            longest[0] = max(longest[0], len(text))
+            return super().__call__(text, **options)
+
+    tok = Seeing(tokenizer_object=core, eos_token="<|eos|>", chat_template=template)
+    long = "ab abab cd\nab " * 3_000
+    one, two = (long, "ab") if kind in ("prompt", "question") else ("ab", long)
+    row: dict[str, Any] = {"text": long} if kind == "text" else {"prompt": one, "completion": two}
+    if kind in ("answer", "question"):
+        row = {"messages": [{"role": "user", "content": one}, {"role": "assistant", "content": two}]}
+    found = []
+    for size in (1 << 18, 1_000):
+        monkeypatch.setattr(readers, "PIECE_CHARS", size)
+        blocks, (report,) = prepare(tmp_path, [row], tokenizer=tok, seq_len=50_000)
+        found.append(([block["input_ids"].tolist() + block["labels"].tolist() for block in blocks], report.summary()))
+        longest[0], seen = 0, longest[0]
+    assert found[0] == found[1]
+    assert seen <= 2_000
 
 
 def test_text_is_read_as_far_as_the_steps_reach(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from trimtab.cli.main import main
 from trimtab.errors import ConfigError
 from trimtab.routing.loads import load_scalars
 from trimtab.train.config import TrainConfig
-from trimtab.train.dataset import Blocks
 from trimtab.train.out_folder import make_room
+from trimtab.train.packing import Blocks
 from trimtab.train.plan import plan_run
 from trimtab.train.presets import byte_tokenizer
 from trimtab.train.resume import resumed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import zstandard
 from pyarrow import parquet
 
 from trimtab.errors import InputError
+from trimtab.train.messages import NOT_TEXT
 from trimtab.train.readers import SNIFF_BYTES, Record, read_records
+from trimtab.train.report import DataReport
 from trimtab.train.sources import find_groups
 
 CALLS = [
@@ -76,7 +79,7 @@ def test_tables_and_texts(tmp_path: Path) -> None:
     write(tmp_path, a_csv='text,more\n"one\nNA",1\n"",2\nNA,3\n', b_txt="whole\n", c_parquet="")
     parquet.write_table(pa.table({"text": ["x", "y"]}), tmp_path / "c.parquet")
     assert [(r.place[len(str(tmp_path)) + 1 :], *r.text) for r in read(tmp_path)] == [
-        ("a.csv: row 1", "one\nNA"), ("a.csv: row 2", ""), ("a.csv: row 3", "NA"),
+        ("a.csv: row 1", "one\nNA"), ("a.csv: row 2",), ("a.csv: row 3", "NA"),
         ("b.txt", "whole\n"), ("c.parquet: row 1", "x"), ("c.parquet: row 2", "y"),
     ]  # fmt: skip
 
@@ -97,7 +100,7 @@ def test_rows_of_many_shapes_in_one_file(tmp_path: Path) -> None:
     ]
     path = write(tmp_path, a_jsonl="".join(json.dumps(row) + "\n\n" for row in rows)) / "a.jsonl"
     text, said, called, asked, both = read(path)
-    assert list(text.text) == ["plain ?"]
+    assert list(text.text) == ["plain \ufffd"]
     assert said.messages == [
         {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "tool", "content": "3"},
     ]  # fmt: skip
@@ -110,6 +113,86 @@ def test_rows_of_many_shapes_in_one_file(tmp_path: Path) -> None:
     assert both.messages == [
         {"role": "assistant", "content": "no", "train": False}, {"role": "assistant", "content": "yes"},
     ]  # fmt: skip
+
+
+def of_messages(*messages: dict[str, Any], key: str = "messages") -> str:
+    return json.dumps({key: [{"role": "user", "content": "?"}, *messages]}) + "\n"
+
+
+ADD = {"name": "add", "arguments": {"a": 1}}
+ADDED = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": ADD}]}
+TWICE = {**ADDED, "tool_calls": ADDED["tool_calls"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("messages", "read_as"),
+    [
+        ([{"role": "assistant", "content": None, "function_call": ADD}], [ADDED]),
+        ([{"role": "assistant", "function_call": {**ADD, "arguments": '{"a": 1}'}}], [ADDED]),
+        ([{"from": "gpt", "value": "", "function_call": json.dumps(ADD)}], [ADDED]),
+        ([{"from": "function_call", "value": json.dumps(ADD)}], [ADDED]),
+        ([{"role": "tool_call", "content": json.dumps(ADD)}] * 2, [TWICE]),
+        ([{"role": "tool_call", "content": json.dumps(ADD), "loss": n} for n in (0, 1)],
+         [{**ADDED, "loss": 0}, {**ADDED, "loss": 1}]),
+        ([{"role": "tool_call", "content": None}, {"role": "tool_call", "content": json.dumps(ADD)}],
+         [{"role": "assistant", "content": "", "train": False}, ADDED]),
+        ([{"role": "function_call", "content": json.dumps([ADD, {"function": ADD}])}], [
+            {**ADDED, "tool_calls": [ADDED["tool_calls"][0], {"function": ADD}]},
+        ]),
+        ([{"role": "function", "name": "add", "content": "1"}], [{"role": "tool", "name": "add", "content": "1"}]),
+        ([{"role": "tool_response", "content": "1"}], [{"role": "tool", "content": "1"}]),
+        ([{"role": "assistant", "content": None, "refusal": "No."}], [{"role": "assistant", "content": "No."}]),
+        ([{"role": "assistant", "content": "Yes.", "refusal": ""}], [{"role": "assistant", "content": "Yes."}]),
+    ],
+)  # fmt: skip
+def test_calls_results_and_refusals_of_other_formats(
+    tmp_path: Path, messages: list[dict[str, Any]], read_as: list[dict[str, Any]]
+) -> None:
+    (record,) = read(write(tmp_path, a_jsonl=of_messages(*messages)) / "a.jsonl")
+    assert record.messages is not None
+    assert record.messages[1:] == read_as
+
+
+def test_what_is_odd_is_counted_and_said_once(tmp_path: Path) -> None:
+    """An answer that says nothing, whatever it thinks, is not learned; keys and roles that nobody knows are named."""
+    empty = [
+        {"role": "assistant", "content": content, **more}
+        for content in (None, "", " \n", "<think>\nhm\n</think>\n", [])
+        for more in ({}, {"tool_calls": []}, {"reasoning": "hm", "mood": 1})
+    ]
+    words = {"role": "assistant", "content": "so", "mood": "good", "name": "a", "loss": True, "thinking": "hm"}
+    critic = {"role": "critic", "content": "\0 \ud800", "reasoning": "hm"}
+    path = write(tmp_path, a_jsonl=of_messages(*empty) + of_messages(words, critic)) / "a.jsonl"
+    report = DataReport([])
+    for record in read_records([path], 0, lambda: False):
+        learned = [m for m in record.messages or () if m["role"] == "assistant" and m.get("train") is not False]
+        assert len(learned) == ("'so'" in str(record.messages))
+        report.see(record)
+    assert sorted(report.odd) == sorted([
+        f"15 answer(s) without words or calls, left out (first in {path}:1)",
+        f"6 message(s) with the unknown key `mood` (first in {path}:1)",
+        f"1 message(s) with the unknown key `reasoning` (first in {path}:2)",
+        f"1 message(s) of the role `critic`, not learned (first in {path}:2)",
+        f"1 byte(s) that are not UTF-8, read as \ufffd (first in {path}:2)",
+        f"1 NUL character(s) (first in {path}:2)",
+    ])  # fmt: skip
+    assert "; odd: 15 answer(s)" in report.summary()
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.parquet"])
+def test_bytes_that_are_no_text_are_counted_wherever_they_lie(tmp_path: Path, name: str) -> None:
+    path, text = tmp_path / name, "é" * SNIFF_BYTES + "\0" * 5
+    if name.startswith("a.txt"):
+        content = text.encode() + "naïve é".encode("latin-1") + b"end"
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    elif name == "a.jsonl":
+        path.write_text(json.dumps({"text": f"{text}na\udcefve \udce9end"}))
+    else:
+        parquet.write_table(pa.table({"text": [f"{text}end"]}), path)
+    (record,) = read_records([path], 0, lambda: False)
+    read_as = "".join(record.text)
+    assert read_as == (f"{text}end" if name == "a.parquet" else f"{text}na\ufffdve \ufffdend")
+    assert +record.odd == Counter({"NUL character(s)": 5, NOT_TEXT: read_as.count("\ufffd")}) + Counter()
 
 
 @pytest.mark.parametrize(
@@ -129,12 +212,19 @@ def test_rows_of_many_shapes_in_one_file(tmp_path: Path) -> None:
         ('{"messages": [], "tools": 1}', "`tools` must be a list"),
         ('{"messages": [{"role": "a", "tool_calls": 1}]}', "`tool_calls` must be a list of objects"),
         ('{"messages": [{"role": "a", "tool_calls": [{"arguments": "{"}]}]}', "`arguments` is a string that is not"),
+        (of_messages({"role": "assistant", "tool_calls": [{"arguments": {}}]}), "has no `name`"),
+        (of_messages({"role": "assistant", "function_call": ADD, "tool_calls": [ADD]}), "has two kinds of calls"),
+        (of_messages({"role": "assistant", "content": "a", "refusal": "b"}), "has `content` and `refusal`"),
+        (of_messages({"role": "tool_call", "content": "[1]"}), "has no `name`"),
+        (of_messages({"role": "assistant", "function_call": '"add"'}), "has no `name`"),
+        (of_messages({"role": "tool_call", "content": "add(1)"}), "`tool_call` is a string that is not JSON"),
+        (of_messages({"role": "assistant", "content": "a", "reasoning": 5}), "the `reasoning` of a message"),
         ('{"prompt": "x", "completion": []}', "a `completion` of the type list"),
     ],
 )
 def test_bad_records_name_file_and_line(tmp_path: Path, line: str | bytes, reason: str) -> None:
     good = '{"text": "caf\u00e9"}\n\n'.encode()
-    line = line if isinstance(line, bytes) else line.encode()
+    line = line.rstrip(b"\n") if isinstance(line, bytes) else line.rstrip("\n").encode()
     path = write(tmp_path, x_jsonl=b"\xef\xbb\xbf" + good * 700 + line + b"\n" + good) / "x.jsonl"
     with pytest.raises(InputError) as error:
         read(path)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers.forked import run_forked
+from trimtab.cli.main import main
 from trimtab.errors import ConfigError, InputError
 from trimtab.train.config import TrainConfig
-from trimtab.train.models import check_finite, inspect
+from trimtab.train.models import check_finite, inspect, load_model, with_adapters
 from trimtab.train.out_folder import make_room
-from trimtab.train.plan import plan_run
-from trimtab.train.weights import open_source, write_model, write_plain
+from trimtab.train.plan import check_kept, plan_run
+from trimtab.train.resume import resumed
+from trimtab.train.session import _save
+from trimtab.train.weights import copy_files, open_source, write_model, write_plain
 
 SMALL = {
     "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -134,6 +140,167 @@ def test_files_that_are_not_whole_are_named_before_a_rank_starts(copy: Path, tmp
     file.rename(copy / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="no weights in safetensors"):
         plan_run(config, 2)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "socket", "cache", "template"])
+def test_a_file_that_cannot_go_along_is_named_before_a_rank_starts(copy: Path, tmp_path: Path, kind: str) -> None:
+    name = "additional_chat_templates" if kind == "template" else "NOTICE"
+    if kind == "pipe":
+        os.mkfifo(copy / name)
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(os.path.relpath(copy / name))
+    elif kind == "template":
+        (copy / name).mkdir()
+        (copy / name / "rag.jinja").symlink_to("gone.jinja")
+    elif kind == "link":
+        (copy / name).symlink_to("LICENSE-2.0")
+    else:  # of the Hub, whose cache was cleaned
+        (tmp_path / "hub" / "snapshots").mkdir(parents=True)
+        copy = copy.rename(tmp_path / "hub" / "snapshots" / "0123")
+        (copy / name).symlink_to("../../blobs/4567")
+    config = config_of(copy, tmp_path / "run")
+    with pytest.raises(ConfigError, match=rf"{name}.*: goes with the weights.* or leave it out by --drop {name}"):
+        plan_run(config, 1)
+    assert not (tmp_path / "run").exists()
+    plan_run(replace(config, drop=(name,)), 1)
+
+
+def test_links_out_of_the_folder_are_not_copied(copy: Path, tmp_path: Path) -> None:
+    """But for files that a model consists of, and those of the Hub's cache."""
+    (tmp_path / "private.txt").write_text("private")
+    (copy / "notes.txt").symlink_to(tmp_path / "private.txt")
+    (copy / "gone.txt").symlink_to("../../elsewhere")
+    (copy / "LICENSE").write_text("free")
+    (copy / "COPYING").symlink_to("LICENSE")
+    (copy / "additional_chat_templates").mkdir()
+    (copy / "additional_chat_templates" / "rag.jinja").symlink_to(tmp_path / "private.txt")
+    (copy / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    (copy / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    opened = open_source(copy, inspect(str(copy)))
+    names = {path.name for path in opened.files}
+    assert {"config.json", "tokenizer.json", "LICENSE", "COPYING"} < names
+    assert not names & {"notes.txt", "gone.txt", "rag.jinja"}
+    for name in ("notes.txt", "gone.txt", "additional_chat_templates/rag.jinja"):
+        assert f"{name} (a link that leads out of the folder)" in opened.summary
+    (tmp_path / "hub" / "blobs").mkdir(parents=True)
+    (tmp_path / "hub" / "snapshots").mkdir()
+    cached = copy.rename(tmp_path / "hub" / "snapshots" / "0123")
+    (cached / "LICENSE").rename(tmp_path / "hub" / "blobs" / "89")
+    (cached / "LICENSE").symlink_to("../../blobs/89")
+    link = tmp_path / "model"
+    link.symlink_to(cached)
+    copy_files(open_source(link, inspect(str(link))).files, link, tmp_path / "hub", None)
+    assert (tmp_path / "hub" / "LICENSE").read_text() == "free"
+    assert (tmp_path / "hub" / "COPYING").read_text() == "free"
+    assert not (tmp_path / "hub" / "notes.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "times"),
+    [
+        ({}, 1.0), ({"save_dtype": "bfloat16"}, 0.5), ({"max_steps": 6, "save_every": 2}, 10.0),
+        ({"max_steps": 6, "save_every": 1, "keep": 1}, 7.0), ({"max_steps": 6, "stop_after": 2}, 3.0),
+        ({"lora": 2, "merge": True, "lora_targets": "experts"}, 1.0), ({"lora": 2, "lora_targets": "experts"}, 0.1),
+        ({"model": "olmoe", "seq_len": 16}, 2.0),
+    ],
+)  # fmt: skip
+def test_a_disk_without_room_is_found_out_before_the_first_step(
+    copy: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    more: dict[str, Any], times: float,
+) -> None:  # fmt: skip
+    """What final/, merged/, the first weights of a preset and the checkpoints need, in multiples of the model."""
+    config = replace(config_of(copy, tmp_path / "run", data=(str(text),)), **more)
+    plan = plan_run(config, 1)
+    size = 4 * sum(p.numel() for p in plan.skeleton.parameters())
+    usage = shutil.disk_usage(tmp_path)
+    for free, enough in ((times * size + (1 << 18), True), (times * size * 0.95, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=int(free)))
+        if enough:
+            make_room(plan).close()
+            assert " MB are needed for what the run ends with and " in capsys.readouterr().err
+            shutil.rmtree(tmp_path / "run")
+        else:
+            with pytest.raises(ConfigError, match=r"MB are needed .*, [\d.]+ MB are free; make room"):
+                make_room(plan)
+            assert not (tmp_path / "run").exists(), "nothing is left"
+
+
+def test_what_an_earlier_run_left_counts_as_room(
+    copy: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config_of(copy, tmp_path / "run", data=(str(text),)), overwrite=True)
+    make_room(plan_run(config, 1)).close()
+    shutil.copytree(copy, tmp_path / "run" / "final")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 17))
+    make_room(plan_run(config, 1)).close()
+    assert not (tmp_path / "run" / "final").exists()
+
+
+@pytest.mark.parametrize("way", ["copied", "weights", "adapter"])
+def test_what_was_not_named_in_the_end_is_named_with_the_way_to_use_it(
+    copy: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    out, more = tmp_path / "run", {"lora": 2, "lora_targets": "experts", "merge": True} if way == "adapter" else {}
+    config = config_of(copy, out, data=(str(text),), **more)
+    plan = plan_run(config, 1)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    target = {"copied": "weights.copy_files", "weights": "weights.save_file", "adapter": "session.write_merged"}[way]
+    if way == "weights":
+        monkeypatch.setattr("trimtab.convert.files.save_file", fails)
+    else:
+        monkeypatch.setattr(f"trimtab.train.{target}", fails)
+    model = load_model(copy, plan.config, plan.mesh)
+    if way == "adapter":
+        model = with_adapters(model, plan.config)
+    shutil.rmtree(copy)  # the folder has gone while the run was trained
+    out.mkdir()
+    with pytest.raises(InputError, match="No space left") as error:
+        _save(model, plan, 0)
+    said, kept = str(error.value), out / "final.unfinished"
+    if way == "weights":
+        assert "holds" not in said
+        return
+    assert f"{kept} holds all that was trained: " in said
+    assert f"name it {out / 'final'}" in said
+    with pytest.raises(InputError, match=r"no checkpoint there; .* holds all that was trained"):
+        resumed({"resume": str(out)})
+    (out / "run.json").touch()
+    with pytest.raises(ConfigError, match=r"holds a model \(.*final.unfinished holds all.*--overwrite remove it"):
+        check_kept(config)
+    (file,) = kept.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(InputError, match=r"final\.unfinished holds a part of the weights"):
+        resumed({"resume": str(out)})
+    check_kept(config)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_adapter_beside_the_weights_is_refused_and_merged_by_the_way_that_is_named(
+    copy: Path, tmp_path: Path, alone: bool
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(copy)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    folder = tmp_path / "adapter" if alone else copy
+    adapted.save_pretrained(folder)
+    for more in ({}, {"lora": 2}):
+        with pytest.raises(ConfigError, match=rf"--model {folder}: an adapter lies .*; train the merged") as error:
+            plan_run(config_of(folder, tmp_path / "run", **more), 1)
+    command = str(error.value).partition("trimtab ")[2].replace("BASE", str(copy))
+    assert main(command.replace("MERGED", str(tmp_path / "merged")).split()) == 0
+    plan_run(config_of(tmp_path / "merged", tmp_path / "run"), 1)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    wanted = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(merged[name], value) for name, value in wanted.items())
 
 
 def test_weights_that_are_no_numbers_are_not_blamed_on_the_learning_rate(checkpoint: Path) -> None:

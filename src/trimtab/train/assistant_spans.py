@@ -1,39 +1,52 @@
 """Chat fine-tuning: the assistant's answers are learned, in the context that they will have, and nothing else.
 
 For each answer the tokenizer's own chat template is rendered up to it, with the generation prompt, and past it: the
-second adds the answer. TRL's marked templates are not put in the place of a tokenizer's own: they keep old reasoning,
-and a model would learn to answer after text that it never sees. Marks of the tokenizer's own template are obeyed.
+second adds the answer. TRL's marked templates keep old reasoning, after which a model never has to answer, and are not
+put in the place of a tokenizer's own, whose marks are obeyed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from trimtab.errors import InputError
+from trimtab.train.messages import LEARNED, MASKED, REASONING
+from trimtab.train.readers import tokens
 
 IGNORED = -100
 """The label of a token that carries no loss."""
-FLAGS = ("weight", "loss_mask", "train", "trainable")
-"""Keys of a message that say whether it is learned (1, true) or not (0, false)."""
 OTHER = "\u0394\u0394other words\u0394\u0394"
 """Stands in the place of a message's words, to see where the template puts them."""
 
 Messages = list[dict[str, Any]]
-Piece = tuple[list[int], list[int]]
-"""Token ids and labels of equal length. A label is IGNORED or what is to be said there: the id that stands there, or
-the token that ends a turn, where the template has something else between an earlier answer and what follows."""
+Piece = tuple[Sequence[int], Sequence[int], int]
+"""The first token ids and labels, and the number of all. A label is IGNORED or what is to be said there: the id that
+stands there, or the token that ends a turn, where the template has something else behind an earlier answer."""
 
 
-def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) -> Iterator[Piece]:
+def first_of(labeled: Iterable[tuple[int, int]], most: int) -> Piece:
+    """The piece of tokens and their labels of which memory holds `most`."""
+    ids, labels, length = array("i"), array("i"), 0
+    for length, (token, label) in enumerate(labeled, 1):
+        if length <= most:
+            ids.append(token)
+            labels.append(label)
+    return ids, labels, length
+
+
+def encode_chat(
+    tokenizer: Any, messages: Any, place: str, tools: Any = None, most: int = sys.maxsize
+) -> Iterator[Piece]:
     """Tokenize one conversation and label the answers: each once, with the token that ends its turn.
 
     Yields one piece, or one for each context if the template rewrites earlier turns; none without an answer to learn.
-
     Raises InputError where there is no template, it refuses the messages or renders one as nothing, or for a flag of
     another value.
     """
@@ -42,17 +55,26 @@ def encode_chat(tokenizer: Any, messages: Any, place: str, tools: Any = None) ->
     turns = [i for i, message in enumerate(messages) if _is_learned(message, f"{place}: message {i + 1}")]
     if not turns:
         return
-    plain = [{key: value for key, value in message.items() if key not in FLAGS} for message in messages]
+    plain = [_plain(message, f"{place}: message {i + 1}") for i, message in enumerate(messages)]
     conversation = Conversation(tokenizer, plain, tools, place)
     for chain in conversation.chains(turns):
-        yield _label(conversation, chain)
+        yield first_of(_label(conversation, chain), most)
 
 
 def _is_learned(message: dict[str, Any], place: str) -> bool:
-    flags = {key: message[key] for key in FLAGS if message.get(key) is not None}
+    flags = {key: message[key] for key in (*LEARNED, *MASKED) if message.get(key) is not None}
     if wrong := {key: value for key, value in flags.items() if value not in (0, 1)}:
         raise InputError(f"{place}: {json.dumps(wrong)}: a message is learned (1, true) or not (0, false)")
-    return message["role"] == "assistant" and all(flags.values())
+    return message["role"] == "assistant" and all(bool(flags[key]) != (key in MASKED) for key in flags)
+
+
+def _plain(message: dict[str, Any], place: str) -> dict[str, Any]:
+    """A message as templates take it, which have its reasoning under one key or another."""
+    said = {message[key].strip() for key in REASONING if message.get(key, "").strip()}
+    if len(said) > 1:
+        raise InputError(f"{place}: its reasoning under {' and '.join(REASONING)} is not the same")
+    plain = {key: value for key, value in message.items() if key not in (*LEARNED, *MASKED, *REASONING)}
+    return plain | {key: each for each in said for key in REASONING}
 
 
 @dataclass(frozen=True)
@@ -128,8 +150,9 @@ class Conversation:
             found = self._without_stop(turn, text, len(prompt), len(text))
         else:
             found = self._answer_by_words(turn, prompt)
+        found = self._with_thoughts(found, prompt)
         self._check_answer(found)
-        return self._with_thoughts(found, prompt)
+        return found
 
     def _without_stop(self, turn: int, text: str, start: int, end: int) -> Answer:
         said = text[start:end].rstrip()
@@ -178,7 +201,7 @@ class Conversation:
             return found
         message = self.messages[found.turn]
         thoughts = message["content"].partition("</think>")[0] if "</think>" in message["content"] else ""
-        thoughts = thoughts.rpartition("<think>")[2].strip() or message.get("reasoning_content", "").strip()
+        thoughts = thoughts.rpartition("<think>")[2].strip() or message.get(REASONING[0], "")
         said = f"{thoughts}\n</think>\n\n{found.text[found.start : found.end].lstrip()}"
         end = len(prompt) + len(said)
         return replace(found, text=prompt + said + found.stop, start=len(prompt), end=end)
@@ -192,6 +215,11 @@ class Conversation:
             raise InputError(
                 f"{self.place}: message {found.turn + 1} (assistant): the chat template renders no call of "
                 f"{', '.join(left_out)}; leave its tool_calls out, or use a template that has them"
+            )
+        if message.get(REASONING[0], "") not in said:
+            raise InputError(
+                f"{self.place}: message {found.turn + 1} (assistant): the chat template renders its reasoning as "
+                "nothing; leave that out, write it into `content`, or use a template that has it"
             )
         if not names and message["content"].rpartition("</think>")[2].strip() not in said:
             self._check_rendered(found.turn, found.turn + 1)
@@ -228,8 +256,8 @@ class Conversation:
         return list(render_jinja_template([messages], **given)[1][0])
 
 
-def _label(conversation: Conversation, chain: list[Answer]) -> Piece:
-    """Ids of the last answer's text, up to the end of that answer, labeled where one of the chain lies."""
+def _label(conversation: Conversation, chain: list[Answer]) -> Iterator[tuple[int, int]]:
+    """Tokens of the last answer's text, up to the end of that answer, labeled where one of the chain lies."""
     text, tokenizer = chain[-1].text, conversation.tokenizer
     spans: list[tuple[int, int, str]] = []  # beginning, end, and what is learned there in the place of what follows
     for answer in chain:
@@ -244,33 +272,16 @@ def _label(conversation: Conversation, chain: list[Answer]) -> Piece:
                     "token for it"
                 )
             spans.append((answer.start, answer.end, answer.stop or str(tokenizer.eos_token)))
-    ids, begins, ends = _tokens(tokenizer, text[: spans[-1][1]], [border for span in spans for border in span[:2]])
-    labels = [IGNORED] * len(ids)
-    at = 0
-    for start, end, stop in spans:
-        while at < len(ids) and ends[at] <= start:
-            at += 1
-        while at < len(ids) and begins[at] < end:  # a token across the beginning is the answer's
-            labels[at] = ids[at]
-            at += 1
-        if stop and at == len(ids):
-            ids.append(tokenizer.convert_tokens_to_ids(stop))
-            labels.append(ids[-1])
-        elif stop:
-            labels[at] = tokenizer.convert_tokens_to_ids(stop)
-    return ids, labels
-
-
-def _tokens(tokenizer: Any, text: str, borders: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Ids of `text`, and where each begins and ends in it, at least between which of the borders."""
-    if tokenizer.is_fast:
-        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        begins, ends = zip(*made["offset_mapping"], strict=True)
-        return list(made["input_ids"]), list(begins), list(ends)
-    found: list[tuple[int, int, int]] = []
-    for start, end in zip([0, *borders], borders, strict=False):
-        found += [(i, start, end) for i in tokenizer(text[start:end], add_special_tokens=False)["input_ids"]]
-    return [i for i, _, _ in found], [start for _, start, _ in found], [end for _, _, end in found]
+    n = 0
+    for token, begin, end in tokens(tokenizer, text[: spans[-1][1]], [border for span in spans for border in span[:2]]):
+        label = IGNORED
+        while n < len(spans) and begin >= spans[n][1]:
+            label = tokenizer.convert_tokens_to_ids(spans[n][2]) if spans[n][2] else label
+            n += 1
+        # One across the beginning of an answer is the answer's.
+        yield token, token if n < len(spans) and end > spans[n][0] else label
+    if stop := spans[-1][2]:
+        yield (tokenizer.convert_tokens_to_ids(stop),) * 2
 
 
 def _common(one: str, other: str) -> int:

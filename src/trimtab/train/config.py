@@ -1,7 +1,7 @@
 """The options of a training run, in one table, and how its ranks are laid out.
 
-Pure values and integer arithmetic; nothing here imports torch. An option that is None has a default that depends
-on the model or on the number of ranks, filled in by `TrainConfig.resolved` and `Mesh.of`.
+Nothing here imports torch. An option that is None has a default that depends on the model or on the number of ranks,
+filled in by `TrainConfig.resolved` and `Mesh.of`.
 """
 
 from __future__ import annotations
@@ -81,11 +81,9 @@ class TrainConfig:
         "steps", "batches per optimizer step, each balanced by itself (default 1)", default=1, least=1, fixed=True
     )
     lr: float | None = option(
-        "steps",
-        "peak learning rate (default 4e-3 for presets; 2e-5 for checkpoints, with --lora 2e-4)",
-        shown="X",
+        "steps", "peak learning rate (default 4e-3 for presets; 2e-5 for checkpoints, with --lora 2e-4)", shown="X",
         fixed=True,
-    )
+    )  # fmt: skip
     warmup: int | None = option(
         "steps", "warm-up steps (default: a tenth of the steps, at most 100)", least=0, fixed=True
     )
@@ -163,14 +161,15 @@ class TrainConfig:
     debug: bool = dataclasses.field(default=False, metadata={"per_run": True})
 
     def __post_init__(self) -> None:
-        for field in OPTIONS:
-            value, about, flag = getattr(self, field.name), field.metadata, flag_of(field.name)
-            if value is None:
-                continue
+        given = [(field, value) for field in OPTIONS if (value := getattr(self, field.name)) is not None]
+        for field, value in given:
+            about, flag = field.metadata, flag_of(field.name)
             if about["least"] is not None and not about["least"] <= value < math.inf:
                 raise ConfigError(f"{flag} {value}: must be at least {about['least']}")
             if about["choices"] and value not in about["choices"]:
                 raise ConfigError(f"{flag} {value}: must be one of {', '.join(about['choices'])}")
+            if field.name in ("lr", "epochs", "lora_alpha") and not 0 < value < math.inf:
+                raise ConfigError(f"{flag} {value}: must be a positive number")
         if self.lora is None and (odd := [name for name in WITH_LORA if getattr(self, name)]):
             raise ConfigError(f"{flag_of(odd[0])} {getattr(self, odd[0])}: goes with --lora")
         if self.seed > MOST_SEED:
@@ -180,10 +179,6 @@ class TrainConfig:
         _ = self.tolerance
         if self.copy_cost is not None and self.replicate_experts == "off":
             raise ConfigError(f"--copy-cost {self.copy_cost}: goes with --replicate-experts")
-        for name in ("lr", "epochs", "lora_alpha"):
-            value = getattr(self, name)
-            if value is not None and not (0 < value < math.inf):
-                raise ConfigError(f"{flag_of(name)} {value}: must be a positive number")
 
     @property
     def tolerance(self) -> Literal["off", "auto"] | float:
@@ -252,7 +247,6 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """Ranks that read different data."""
         return self.world // self.tp
 
     def data_rank(self, rank: int) -> int:

@@ -100,8 +100,8 @@ def _launch_ranks(plan: Plan, nproc: int) -> None:
             given = json.dumps(dataclasses.asdict(plan.asked)), str(os.getpid())
             elastic_launch(elastic, sys.executable)(*module_arguments("trimtab.train.launch"), *given)
         except ChildFailedError as error:
-            hint = advice(plan.out, nproc)
-            raise TrimtabError(_root_cause(error.failures, plan.out) + (f"; {hint}" if hint else "")) from error
+            hint, cause = advice(plan.out, nproc), _root_cause(error.failures, plan.out)
+            raise TrimtabError(f"{cause}; {hint}" if hint and hint not in cause else cause) from error
         except SignalException as error:
             raise Interrupted(int(error.sigval)) from error
 
@@ -126,8 +126,8 @@ def _log_places(out: Path, scratch: Path) -> Any:
 
 
 def _root_cause(failures: dict[int, Any], out: Path) -> str:
-    """One message for the failure that the others followed from: what a rank said on purpose; else a rank that was
-    killed, for its peers only report that it is gone; else whatever came first. SIGTERM is the launcher's own."""
+    """One message for the failure that the others followed from: what a rank said on purpose, or else a rank that was
+    killed, or else whatever came first. SIGTERM is the launcher's own."""
 
     def order(rank: int) -> tuple[int, float]:
         failure = failures[rank]

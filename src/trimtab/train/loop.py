@@ -29,7 +29,7 @@ from trimtab.routing.loads import load_scalars
 from trimtab.routing.observers import BalanceLosses, Loads
 from trimtab.train.assistant_spans import IGNORED
 from trimtab.train.config import Mesh, TrainConfig
-from trimtab.train.dataset import Blocks, RankBlocks
+from trimtab.train.packing import Blocks, RankBlocks
 from trimtab.train.plan import Plan
 from trimtab.train.report import METRICS
 from trimtab.train.resume import Checkpoints, describe_run
@@ -116,7 +116,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._evaluated = ""
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Keep tensor parallelism from Accelerate: the model and the data know of it, and on CPU it is refused."""
+        """Keep tensor parallelism from Accelerate, which refuses it on the CPU: model and data know of it."""
         options: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         options.pop("parallelism_config", None)
         return options

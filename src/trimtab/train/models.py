@@ -127,6 +127,8 @@ def _check_adapters(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
         raise ConfigError(f"--quantize with --tp {mesh.tp} and --ep 1: codes are sharded by expert alone; give --ep 2")
     _quantized_skeleton(model, config)
     _lora_config(model, config)
+    if config.model not in PRESETS:
+        whole_model(model, Path(config.model))
 
 
 def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
@@ -249,11 +251,20 @@ def trained_part(model: nn.Module) -> nn.Module:
     return whole
 
 
-def write_adapter(model: Any, folder: Path, *, base: str, dtype: str | None) -> None:
-    """Write peft's folder of the model's adapters, which every rank has whole; one rank calls. base: where the model
-    below lies, as the folder says. dtype: of the adapters; that of training if not given."""
-    (made,) = model.peft_config.values()
-    made.base_model_name_or_path = base
-    wanted = None if dtype is None else getattr(torch, dtype)
-    state = {name: p.detach().to(dtype=wanted) for name, p in model.named_parameters() if p.requires_grad}
-    model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+def whole_model(skeleton: Any, base: Path) -> tuple[str, str] | None:
+    """The class of the model that `base` is a checkpoint of, and the name of the skeleton's base model in it, where
+    `skeleton` is only the language model in it. Raises ConfigError where that class cannot be built."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(base, local_files_only=True)
+    name = (config.architectures or [""])[0]
+    if name == type(skeleton).__name__ or not hasattr(transformers, name):
+        return None
+    try:
+        with torch.device("meta"):
+            whole = getattr(transformers, name)._from_config(config)
+    except Exception as error:  # whatever the many classes raise
+        raise ConfigError(f"--lora: {name}, whose names adapters get, cannot be built ({first_line(error)})") from error
+    kind = type(skeleton.base_model)
+    found = [path for path, module in whole.named_modules() if type(module) is kind]
+    return (name, found[0]) if len(found) == 1 else None

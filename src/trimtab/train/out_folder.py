@@ -7,25 +7,29 @@ import errno
 import fcntl
 import hashlib
 import json
+import shutil
 import sys
+from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
 from trimtab import __version__
-from trimtab.checkpoint.folder import UNFINISHED, clear, unfinished_checkpoints, whole_checkpoints
+from trimtab.checkpoint.folder import UNFINISHED, clear, step_of, unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import ConfigError
-from trimtab.train.dataset import Blocks
-from trimtab.train.packing import prepare_data
+from trimtab.train.models import trained_skeleton
+from trimtab.train.packing import Blocks, prepare_data
 from trimtab.train.plan import DATA, EVAL_DATA, INIT, Plan, check_kept
 from trimtab.train.presets import IDENTITY, PRESETS, identity, write_preset
-from trimtab.train.report import CHECKPOINTS, LOGS, METRICS, RUN
+from trimtab.train.report import CHECKPOINTS, FINAL, LOGS, MERGED, METRICS, RUN
 from trimtab.train.resume import describe_data, remove_results
 from trimtab.train.sources import Group
-from trimtab.train.weights import write_plain
+from trimtab.train.weights import size_written, write_plain
 
 FINGERPRINT = "made-of"
 """Lies beside the blocks: a hash of the files and options that they are made of."""
+REPORTS = 1 << 17
+"""Bytes of metrics and the picture of a short run."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of a file system that cannot keep two runs out of one folder."""
 
@@ -45,6 +49,7 @@ def make_room(plan: Plan) -> TextIO:
         try:
             mark = failed.enter_context(_claim(plan))
             _prepare_data(plan)
+            print(f"trimtab: disk: {check_disk(plan.with_steps())}", file=sys.stderr)
             if config.resume is None:
                 (out / METRICS).unlink(missing_ok=True)
                 remove_results(out)
@@ -67,6 +72,8 @@ def make_room(plan: Plan) -> TextIO:
 def _unmake(made: list[Path], out: Path) -> None:
     for name in (DATA, EVAL_DATA):
         clear(out / f"{name}{UNFINISHED}")
+        if out in made:
+            clear(out / name)
     if out in made:
         (out / RUN).unlink(missing_ok=True)
     for folder in made:
@@ -111,6 +118,44 @@ def _prepare_data(plan: Plan) -> None:
     plan.eval_blocks()  # raises where too few are held out
     if plan.config.resume is None and plan.source is not None and plan.source.summary:
         print(f"trimtab: model: {plan.source.summary}", file=sys.stderr)
+
+
+def check_disk(plan: Plan) -> str:
+    """Hold what the run will write against the room on its disks; what it removes before counts as free. Returns both
+    in words. Raises ConfigError where it does not fit."""
+    config, out = plan.config, plan.out
+    steps, start = config.max_steps or 0, 0 if config.resume is None else step_of(Path(config.resume))
+    last = min(steps, config.stop_after or steps)
+    every = config.save_every or steps + 1
+    saves = last // every - start // every + bool(config.stop_after == last and last % every)
+    held = whole_checkpoints(out / CHECKPOINTS)
+    if config.keep:
+        saves = min(saves, max(1, config.keep + 1 - len(held if config.resume else ())))
+    values = sum(p.numel() for p in trained_skeleton(plan.skeleton, config).parameters() if p.requires_grad)
+    model = 4 * sum(p.numel() for p in plan.skeleton.parameters())
+    if plan.source is not None:
+        model = size_written(plan.source, config.save_dtype)
+    final = 4 * values + model * config.merge if config.frozen else model
+    places = {out / CHECKPOINTS: saves * values * (4 if config.optim else 12), out: REPORTS + final * (last == steps)}
+    places[out] += 0 if plan.checkpoint == Path(config.model) or plan.checkpoint.exists() else model
+    goes = [out / f"{name}{end}" for name in (FINAL, MERGED) for end in ("", UNFINISHED)]
+    needed, free = Counter[int](), dict[int, int]()
+    for place, size in places.items():
+        at = place if place.exists() else out
+        needed[at.stat().st_dev] += size
+        free[at.stat().st_dev] = shutil.disk_usage(at).free
+    for folder in goes if config.resume else [*goes, *held]:
+        for path in folder.rglob("*"):
+            if path.is_file() and path.stat().st_dev in free:
+                free[path.stat().st_dev] += path.stat().st_size
+    worst = max(needed, key=lambda device: needed[device] - free[device])
+    words = (
+        f"{needed[worst] / 1e6:,.1f} MB are needed for what the run ends with and {saves} checkpoint(s), "
+        f"{free[worst] / 1e6:,.1f} MB are free"
+    )
+    if needed[worst] > free[worst]:
+        raise ConfigError(f"--out {out}: {words}; make room, write elsewhere, or keep fewer checkpoints (--keep)")
+    return words
 
 
 def _made_of(plan: Plan, groups: list[Group], draws: int | None) -> str:

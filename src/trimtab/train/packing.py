@@ -1,4 +1,5 @@
-"""Records become blocks of exactly `seq_len` tokens, once and before the first step.
+"""Records become blocks of exactly `seq_len` tokens, once and before the first step, and blocks become batches: every
+rank maps their files into its memory, and their order follows from the seed.
 
 Conversations are packed whole, the best fitting ones together; positions begin anew with each, and so no token sees
 another conversation. Texts are joined by EOS and cut where a block is full.
@@ -16,19 +17,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from trimtab.errors import InputError
-from trimtab.train.assistant_spans import IGNORED, Piece, encode_chat
-from trimtab.train.dataset import INDEX, turns
-from trimtab.train.readers import Record, read_records
+from trimtab.train.assistant_spans import IGNORED, Piece, encode_chat, first_of
+from trimtab.train.readers import Record, read_records, tokens
 from trimtab.train.report import DataReport
 from trimtab.train.sources import Group
 
+INDEX = "index.json"
 WINDOW_TOKENS = 1 << 23
 """Tokens of the conversations that are packed at a time, which memory holds."""
 
 Document = np.ndarray[Any, np.dtype[np.int32]]
 """Token ids and labels, [2, length]."""
+
+
+def turns(weights: Sequence[float]) -> Iterator[int]:
+    """Yield the group of each block: after any number of blocks, each group has its share as near as can be."""
+    taken = [0] * len(weights)
+    for number in itertools.count(1):
+        group = max(range(len(weights)), key=lambda n: weights[n] * number - taken[n])
+        taken[group] += 1
+        yield group
 
 
 class Encoder:
@@ -49,15 +61,20 @@ class Encoder:
         if began:
             yield [self.eos]
 
-    def pieces(self, record: Record) -> Iterator[Piece]:
+    def pieces(self, record: Record, most: int) -> Iterator[Piece]:
         """Encode a conversation, or a prompt with its completion, labeled where the model is to learn."""
         if record.messages is not None:
-            yield from encode_chat(self.tokenizer, record.messages, record.place, record.tools)
+            yield from encode_chat(self.tokenizer, record.messages, record.place, record.tools, most)
             return
-        ids = [*self.opening, *self._ids("".join([record.prompt or "", *record.text])), self.eos]
-        before = self.opening + self._ids(record.prompt or "")
-        start = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, ids, strict=False))))
-        yield ids, [IGNORED] * start + ids[start:]  # a token across the border is learned
+        asked, answered = record.prompt or "", "".join(record.text)
+        if not answered.strip():
+            return
+        whole, border = asked + answered, len(asked)
+        labeled = (  # a token across the border is learned
+            (i, i if end > border else IGNORED) for i, _, end in tokens(self.tokenizer, whole, [border, len(whole)])
+        )
+        before = ((i, IGNORED) for i in self.opening)
+        yield first_of(itertools.chain(before, labeled, [(self.eos, self.eos)]), most)
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -148,9 +165,8 @@ class Packer:
             enough: Callable[[], bool] = lambda: most is not None and writer.texts >= most  # noqa: E731
             found = read_records(group.files, self.seed, enough)
             for record in tqdm(found, desc="reading data", unit=" records", delay=2, leave=False, disable=None):
-                report.see(record)
                 if record.kind != "text":
-                    self._add(list(encoder.pieces(record)), record, report, writer)
+                    self._add(list(encoder.pieces(record, self.seq_len)), record, report, writer)
                 elif enough():
                     report.of(record).left_out["beyond the steps of the run"] += 1
                 else:
@@ -160,6 +176,7 @@ class Packer:
                         writer.text(ids)
                         length += len(ids)
                     report.of(record).add(length, length)
+                report.see(record)
             writer.close()
         if enough() and writer.chats:  # a mixture: the share of texts in it is that of all of them
             return self.write(group, path, None)
@@ -171,17 +188,16 @@ class Packer:
         if not pieces:
             tally.left_out["without an answer to learn"] += 1
         for piece in pieces:
-            whole = np.array(piece, np.int32)
-            whole[1, 0] = IGNORED  # nothing comes before it
-            document = whole[:, : self.seq_len]
-            learned, cut = int((document[1] != IGNORED).sum()), whole.shape[1] > self.seq_len
+            document = np.array(piece[:2], np.int32)
+            document[1, 0] = IGNORED  # nothing comes before it
+            learned, cut = int((document[1] != IGNORED).sum()), piece[2] > self.seq_len
             if cut and self.too_long == "drop":
                 tally.left_out[f"longer than {self.seq_len} tokens"] += 1
             elif not learned:
                 tally.left_out[f"without a token to learn among its first {self.seq_len}"] += 1
             else:
-                report.samples.setdefault(record.kind, (record.place, piece))
-                tally.add(whole.shape[1], learned)
+                report.samples.setdefault(record.kind, (record.place, document.tolist()))
+                tally.add(piece[2], learned)
                 tally.truncated += cut
                 writer.document(document)
 
@@ -206,3 +222,62 @@ def prepare_data(groups: Sequence[Group], packer: Packer, folder: Path, draws: i
     held |= {"blocks": [each.blocks for each in reports], "summaries": [each.summary() for each in reports]}
     (folder / INDEX).write_text(json.dumps(held), encoding="utf-8")
     return reports
+
+
+class Blocks(Dataset[dict[str, torch.Tensor]]):
+    """Prepared blocks, mapped into memory: `input_ids`, `labels` and, where conversations share blocks,
+    `position_ids`, of shape [seq_len], int64; `real` is False where a block is only filled up. held_out: the share of
+    each group's blocks, by `seed`, that is set apart: with `evaluated` those, else the rest."""
+
+    def __init__(self, folder: Path, *, held_out: float = 0.0, seed: int = 0, evaluated: bool = False) -> None:
+        held = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        self.packed, self.weights, self.summaries = (held[key] for key in ("packed", "weights", "summaries"))
+        self._maps, self._orders = [], []
+        for n, size in enumerate(held["blocks"]):
+            self._maps.append(np.memmap(folder / f"{n}.blocks", np.int32, "r", shape=(size, 3, held["seq_len"])))
+            cut = max(1, round(size * held_out)) if held_out else 0
+            if held_out and cut >= size:
+                raise InputError(f"{size} block(s) of {held['seq_len']} tokens are too few to hold some of them out")
+            order = np.random.default_rng([seed, n]).permutation(size) if held_out else np.arange(size)
+            self._orders.append(order[:cut] if evaluated else order[cut:])
+        self.sizes = list(map(len, self._orders))
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        for group, size in enumerate(self.sizes):
+            if 0 <= index < size:
+                return self.of(group, index)
+            index -= size
+        raise IndexError(index)
+
+    def of(self, group: int, index: int) -> dict[str, torch.Tensor]:
+        """One block of a group."""
+        ids, labels, positions = torch.from_numpy(self._maps[group][self._orders[group][index]].astype(np.int64))
+        block = {"input_ids": ids, "labels": labels, "real": positions >= 0}
+        return block | {"position_ids": positions.where(positions >= 0, ~positions)} if self.packed else block
+
+
+class RankBlocks(IterableDataset[dict[str, torch.Tensor]]):
+    """This data-parallel rank's blocks, endlessly: each group's in a new order, by `seed`, in each of its epochs.
+
+    Global batch s consists of blocks s * size * batch …, of which rank r of `size` holds the r-th run of `batch`
+    blocks. skip: blocks of this rank that are left out at the beginning, for a run that goes on.
+    """
+
+    def __init__(self, blocks: Blocks, *, batch: int, rank: int, size: int, seed: int, skip: int = 0) -> None:
+        self.blocks, self.batch, self.rank, self.size, self.seed, self.skip = blocks, batch, rank, size, seed, skip
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        sizes, taken = self.blocks.sizes, [0] * len(self.blocks.sizes)
+        orders: dict[int, tuple[int, Any]] = {}
+        for number, group in enumerate(turns(self.blocks.weights)):
+            epoch, place = divmod(taken[group], sizes[group])
+            taken[group] += 1
+            step, turn = divmod(number // self.batch, self.size)
+            if turn != self.rank or step * self.batch + number % self.batch < self.skip:
+                continue
+            if group not in orders or orders[group][0] != epoch:
+                orders[group] = epoch, np.random.default_rng([self.seed, epoch, group]).permutation(sizes[group])
+            yield self.blocks.of(group, int(orders[group][1][place]))

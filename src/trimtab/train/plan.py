@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +19,15 @@ from trimtab.errors import ConfigError
 from trimtab.integrations.transformers import import_transformers
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import CHECKPOINTS, FINAL, RUN
+from trimtab.train.report import CHECKPOINTS, FINAL, RUN, unnamed_model
 from trimtab.train.resume import check_resume
 from trimtab.train.sources import Group, find_groups
 
 if TYPE_CHECKING:
-    from trimtab.train.dataset import Blocks
-    from trimtab.train.packing import Packer
+    from trimtab.train.packing import Blocks, Packer
     from trimtab.train.weights import Source
 
+ADAPTER = "adapter_config.json"
 INIT, DATA, EVAL_DATA = "init", "data", "eval-data"
 
 
@@ -69,23 +70,20 @@ class Plan:
 
     @property
     def _batch(self) -> int:
-        """Blocks of one step."""
         return self.config.grad_accum * self.config.batch_size * self.mesh.data_size
 
     def blocks(self, evaluated: bool = False) -> Blocks:
-        """The blocks to learn from, once they are ready; or those of `--eval-split`."""
-        from trimtab.train.dataset import Blocks
+        """The blocks to learn from, or to evaluate on, once they are ready."""
+        from trimtab.train.packing import Blocks
 
+        if evaluated and self.eval_groups:
+            return Blocks(self.out / EVAL_DATA)
         share, seed = self.config.eval_split or 0.0, self.config.seed
         return Blocks(self.out / DATA, held_out=share, seed=seed, evaluated=evaluated)
 
     def eval_blocks(self) -> Blocks | None:
         """The blocks to evaluate on, if that is asked for."""
-        from trimtab.train.dataset import Blocks
-
-        if self.eval_groups:
-            return Blocks(self.out / EVAL_DATA)
-        return self.blocks(evaluated=True) if self.config.eval_split else None
+        return self.blocks(evaluated=True) if self.eval_groups or self.config.eval_split else None
 
     def with_steps(self) -> Plan:
         """The plan of a run of so many epochs, once its data is ready, with the steps that they are."""
@@ -173,6 +171,14 @@ def _check_options(config: TrainConfig, world: int) -> tuple[list[Group], list[G
             f"--warmup {full.warmup}: the learning rate would not reach its peak within {full.max_steps} step(s); "
             "lower --warmup, or raise --max-steps"
         )
+    model = Path(config.model)
+    if config.model not in PRESETS and (model / ADAPTER).is_file():
+        adapter = shlex.quote(config.model)
+        base = adapter if (model / "config.json").is_file() else "BASE"
+        raise ConfigError(
+            f"--model {config.model}: an adapter lies in that folder ({ADAPTER}), which would be loaded and lost; "
+            f"train the merged model: trimtab convert {base} MERGED --to safetensors --merge {adapter}"
+        )
     if config.model not in PRESETS and not (Path(config.model) / "config.json").is_file():
         what = "no config.json in that folder" if Path(config.model).is_dir() else "no such folder"
         raise ConfigError(f"--model {config.model}: {what}; give a checkpoint folder or one of {', '.join(PRESETS)}")
@@ -213,6 +219,8 @@ def check_kept(config: TrainConfig) -> None:
         what, remedy = f"{late[0]}, which is not whole, half of a copy perhaps", "copy it again, "
     elif finished:
         what, remedy = f"the model of a finished run, {out / FINAL}", ""
+    elif resume is None and (left := unnamed_model(out, whole=True)):
+        what, remedy = f"a model ({left})", ""
     else:
         return
     raise ConfigError(f"--out {out}: holds {what}; {remedy}give a new folder, or have --overwrite remove it")

@@ -1,10 +1,8 @@
 """Five small models, one of each well-known MoE family, with random weights from a seed, and their byte tokenizer.
 
-A preset is written to disk once and then loaded like any checkpoint, so that all ranks agree on the weights.
-Sizes are chosen to learn Python source in about two minutes on two CPU cores shared by four ranks.
-
-The tokenizer is saved as a standard one that needs no trimtab to open: 256 ids for the byte values (id = byte), then
-the special tokens. It is a BPE without merges over the byte alphabet that `tokenizers` defines.
+A preset is written to disk once and then loaded like any checkpoint. Sizes are chosen to learn Python source in about
+two minutes on two CPU cores. The tokenizer is a BPE without merges over the byte alphabet that `tokenizers` defines
+(id = byte), then the special tokens; it needs no trimtab to open.
 """
 
 from __future__ import annotations

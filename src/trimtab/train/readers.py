@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import codecs
 import io
+import itertools
 import json
 import random
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import InputError, first_line
+from trimtab.train.messages import cleaned, decoded, read_messages
 
 LINES = (".jsonl", ".ndjson")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -26,12 +29,7 @@ TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = (".gz", ".zst")
 SNIFF_BYTES = 4096
 PIECE_CHARS = 1 << 18
-LINE_CHARS = 1 << 16
-CONVERSATION = "a list of objects with `role` and `content`, or `from` and `value`"
 EXPECTED = "`text`, `messages`, `conversations`, or `prompt` and `completion`"
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool"}
-"""Other formats' names of roles; the chat template judges any other."""
-NOT_REACHED = "rows that the steps of the run do not reach"
 _RECORD = re.compile(rb'\s*\[?\s*\{[^{}\[\]]*"(text|messages|conversations|prompt|completion)"\s*:')
 
 
@@ -39,7 +37,8 @@ _RECORD = re.compile(rb'\s*\[?\s*\{[^{}\[\]]*"(text|messages|conversations|promp
 class Record:
     """One document: a conversation (`messages`, `tools`), a completion (`text` after `prompt`) or a plain text.
 
-    place: file, and line or row. text: in pieces. unread: columns of the row that are not read.
+    place: file, and line or row. text: in pieces. odd: how often, in words, something is not read or not as it stands;
+    known once the text is read.
     """
 
     path: Path
@@ -48,7 +47,7 @@ class Record:
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
-    unread: frozenset[str] = frozenset()
+    odd: Counter[str] = field(default_factory=Counter)
 
     @property
     def kind(self) -> str:
@@ -80,15 +79,17 @@ def read_records(files: Sequence[Path], seed: int, enough: Callable[[], bool]) -
     random.Random(f"{seed}/0").shuffle(order)
     for path in order:
         if not is_records(path):
-            yield Record(path, str(path), text=_read_text(path))
+            whole = Record(path, str(path))
+            yield replace(whole, text=_read_text(path, whole.odd))
             continue
         table = kind_of(path) in TABLES
         for place, row in _rows(path) if table else _objects(path):
             record = _record(row, path, place)
-            if table and record.kind == "text" and enough():
-                yield replace(record, unread=record.unread | {NOT_REACHED})
-                break
+            reached = not (table and record.kind == "text" and enough())
+            record.odd.update([] if reached else ["table(s) with rows that the steps of the run do not reach"])
             yield record
+            if not reached:
+                break
 
 
 def _objects(path: Path) -> Iterator[tuple[str, Any]]:
@@ -160,101 +161,78 @@ def _naming(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or first_line(error)})") from None
 
 
-def _read_text(path: Path) -> Iterator[str]:
-    """A text file in pieces of about PIECE_CHARS characters that end at a line's end where lines are sane."""
+def in_pieces(chunks: Iterable[str]) -> Iterator[str]:
+    """A text in pieces of about a chunk that end at a line's end or before a space, where there are such: there hardly
+    a tokenizer joins."""
+    held = ""
+    for chunk in chunks:
+        if held:
+            cut = held.rfind("\n") + 1 or max(held.rfind(" "), 0) or len(held)
+            yield held[:cut]
+            held = held[cut:]
+        held += chunk
+    if held:
+        yield held
+
+
+def chunks_of(text: str) -> Iterator[str]:
+    """A text in chunks: pieces of it, and no list of all its tokens, lie in memory at a time."""
+    return (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
+
+
+def tokens(tokenizer: Any, text: str, borders: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Each token's id, and where it begins and ends in `text`, at least between which of the borders."""
+    for start, end in [(0, len(text))] if tokenizer.is_fast else itertools.pairwise([0, *borders]):
+        at = start
+        for piece in in_pieces(chunks_of(text[start:end])):
+            made = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+            places = made["offset_mapping"] if tokenizer.is_fast else [(0, end - at)] * len(made["input_ids"])
+            yield from ((i, at + a, at + b) for i, (a, b) in zip(made["input_ids"], places, strict=True))
+            at += len(piece) if tokenizer.is_fast else 0
+
+
+def _read_text(path: Path, odd: Counter[str]) -> Iterator[str]:
     with opened(path) as binary:
-        file = io.TextIOWrapper(binary, encoding="utf-8-sig", errors="replace")
-        while piece := file.read(PIECE_CHARS):
-            yield piece + file.readline(LINE_CHARS)
+        file = io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape")
+        yield from in_pieces(cleaned(chunk, odd) for chunk in iter(lambda: file.read(PIECE_CHARS), ""))
 
 
 def _record(row: Any, path: Path, place: str) -> Record:
     if not isinstance(row, dict):
         raise InputError(f"{place} has a {type(row).__name__}; expected an object with {EXPECTED}")
-    has = {key for key, value in row.items() if value is not None}
+    has, made = {key for key, value in row.items() if value is not None}, Record(path, place)
     if name := next((name for name in ("messages", "conversations") if name in has), None):
-        read, made = {name}, Record(path, place, messages=_messages(row[name], place, name))
+        read, made = {name, "tools"}, replace(made, messages=read_messages(row[name], place, name, made.odd))
     elif {"prompt", "completion"} <= has:
-        read, made = {"prompt", "completion"}, _answered(row, path, place)
+        read, made = {"prompt", "completion"}, _answered(row, made)
     elif "text" in row:
-        read, made = {"text"}, Record(path, place, text=[_string(row["text"], place, "text")])
+        read, made = {"text"}, replace(made, text=_string(row["text"], made, "text"))
     else:
         raise InputError(f"{place} has the keys {sorted(map(str, row))}; expected {EXPECTED}")
     if made.messages is not None:
         read, made = read | {"tools"}, replace(made, tools=_tools(row, place))
-    return replace(made, unread=frozenset(row.keys() - read))
-
-
-def _answered(row: dict[str, Any], path: Path, place: str) -> Record:
-    """A prompt and its completion: two strings, or two lists of messages of which the second is learned."""
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str):
-        text = [_string(completion, place, "completion")]
-        return Record(path, place, prompt=_string(prompt, place, "prompt"), text=text)
-    asked = [{**message, "train": False} for message in _messages(prompt, place, "prompt")]
-    return Record(path, place, messages=[*asked, *_messages(completion, place, "completion")])
-
-
-def _string(value: Any, place: str, name: str) -> str:
-    if not isinstance(value, str):
-        raise InputError(f"{place} has a `{name}` of the type {type(value).__name__}; expected a string")
-    return value.encode("utf-8", "replace").decode()  # JSON can spell lone surrogates, which no tokenizer takes
-
-
-def _decoded(value: Any, place: str, name: str) -> Any:
-    """Decode, once, what some formats keep as JSON in a string."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: `{name}` is a string that is not JSON ({error})") from None
-
-
-def _tools(row: dict[str, Any], place: str) -> list[Any] | None:
-    tools = _decoded(row.get("tools") or None, place, "tools")
-    if tools is not None and not isinstance(tools, list):
-        raise InputError(f"{place}: `tools` must be a list")
-    return [_decoded(tool, place, "tools") for tool in tools] if tools else None
-
-
-def _messages(messages: Any, place: str, name: str) -> list[dict[str, Any]]:
-    messages = _decoded(messages, place, name)
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InputError(f"{place}: `{name}` must be {CONVERSATION}")
-    return [_message(message, place, name) for message in messages]
-
-
-def _message(message: dict[str, Any], place: str, name: str) -> dict[str, Any]:
-    made = {key: value for key, value in message.items() if value is not None}
-    if "role" not in made and "from" in made:
-        made = {"role": made.pop("from"), "content": made.pop("value", None), **made}
-    if not isinstance(made.get("role"), str):
-        raise InputError(f"{place}: `{name}` must be {CONVERSATION}")
-    made["role"] = ROLES.get(made["role"], made["role"])
-    made["content"] = _content(made.get("content", ""), place)  # templates print a content of None as "None"
-    if "tool_calls" in made:
-        calls = _decoded(made["tool_calls"], place, "tool_calls")
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise InputError(f"{place}: `tool_calls` must be a list of objects")
-        made["tool_calls"] = [_call(call, place) for call in calls]
+    made.odd.update(f"record(s) with the column `{key}`, not read" for key in row.keys() - read)
     return made
 
 
-def _content(content: Any, place: str) -> str:
-    """A message's text; parts of text are joined, for not every template takes a list."""
-    joined = ""
-    for part in content if isinstance(content, list) else [content]:
-        if isinstance(part, dict) and part.get("type", "text") != "text":
-            raise InputError(f"{place}: a message has a part of the type {part['type']}; only text can be trained on")
-        text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            raise InputError(f"{place}: the `content` of a message must be a string, or a list of its parts")
-        joined += text
-    return joined.encode("utf-8", "replace").decode()
+def _answered(row: dict[str, Any], made: Record) -> Record:
+    """A prompt and its completion: two strings, or two lists of messages of which the second is learned."""
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        asked = "".join(_string(prompt, made, "prompt"))
+        return replace(made, prompt=asked, text=_string(completion, made, "completion"))
+    messages = [{**each, "train": False} for each in read_messages(prompt, made.place, "prompt", Counter())]
+    return replace(made, messages=messages + read_messages(completion, made.place, "completion", made.odd))
 
 
-def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    if isinstance(function := call.get("function"), dict):
-        return {**call, "function": _call(function, place)}
-    return {**call, "arguments": _decoded(call["arguments"], place, "arguments")} if "arguments" in call else call
+def _string(value: Any, made: Record, name: str) -> Iterable[str]:
+    if not isinstance(value, str):
+        raise InputError(f"{made.place} has a `{name}` of the type {type(value).__name__}; expected a string")
+    return in_pieces(cleaned(chunk, made.odd) for chunk in chunks_of(value))
+
+
+def _tools(row: dict[str, Any], place: str) -> list[Any] | None:
+    tools = decoded(row.get("tools") or None, place, "tools")
+    if tools is not None and not isinstance(tools, list):
+        raise InputError(f"{place}: `tools` must be a list")
+    return [decoded(tool, place, "tools") for tool in tools] if tools else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 from array import array
 from collections import Counter
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.checkpoint.folder import step_folder, step_of, whole_checkpoints
+from trimtab.checkpoint.folder import CONFIG, UNFINISHED, step_folder, step_of, whole_checkpoints
 from trimtab.routing.loads import read_metrics
 
 if TYPE_CHECKING:
@@ -80,6 +81,36 @@ def resume_command(out: Path, ranks: int | None) -> str:
     return f"trimtab train --resume {shlex.quote(str(out))}" + (f" --nproc {ranks}" if ranks and ranks > 1 else "")
 
 
+def unnamed_model(out: Path, whole: bool = False) -> str | None:
+    """Words on weights that a run wrote and did not come to name `final`; None where there are none. whole: only where
+    none of them lack."""
+    folder = out / f"{FINAL}{UNFINISHED}"
+    files = {path.name for path in folder.glob("*.safetensors")}
+    for index in folder.glob("*.safetensors.index.json"):
+        files |= {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    lacking = [name for name in files if not _is_complete(folder / name)]
+    if any("-of-" in name for name in files) and not any(folder.glob("*.index.json")):
+        lacking.append("its index")
+    if not files or (whole and lacking):
+        return None
+    if lacking:
+        return f"{folder} holds a part of the weights, which no program opens"
+    return (
+        f"{folder} holds all that was trained: put those files of the model's folder beside it that it lacks "
+        f"({CONFIG}, the tokenizer's), and name it {out / FINAL}"
+    )
+
+
+def _is_complete(file: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "np"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
 @dataclass
 class Tally:
     """Counts of the records of one kind in one file, or in all plain text files."""
@@ -94,7 +125,6 @@ class Tally:
         return sum(self.lengths)
 
     def add(self, length: int, learned: int) -> None:
-        """Count a record of so many tokens, of which so many are learned; an empty one is left out."""
         if not length:
             self.left_out["empty"] += 1
             return
@@ -109,21 +139,21 @@ class DataReport:
         self.tallies: dict[tuple[str, str], Tally] = {}
         self.samples: dict[str, tuple[str, tuple[list[int], list[int]]]] = {}
         self.blocks = 0
-        self._unread, self._columns = list(unread), dict[Path, set[str]]()
-
-    @property
-    def unread(self) -> list[str]:
-        """Files, splits, columns and rows that are not read, in words."""
-        columns = (f"{', '.join(sorted(names))} of {path}" for path, names in self._columns.items())
-        return [*self._unread, *columns]
+        self.unread = list(unread)
+        self._odd, self._first = Counter[str](), dict[str, str]()
 
     def see(self, record: Record) -> None:
-        """Note what of a record is not read."""
-        if record.unread:
-            self._columns.setdefault(record.path, set()).update(record.unread)
+        """Note what of a record is not read, or not as it stands."""
+        for what, n in (+record.odd).items():
+            self._odd[what] += n
+            self._first.setdefault(what, record.place)
+
+    @property
+    def odd(self) -> list[str]:
+        """What of records is not read, or not as it stands, in words, with how often and where first."""
+        return [f"{n:,} {what} (first in {self._first[what]})" for what, n in self._odd.items()]
 
     def of(self, record: Record) -> Tally:
-        """The tally that a record counts in."""
         where = "plain text files" if record.place == str(record.path) else str(record.path)
         return self.tallies.setdefault((where, record.kind), Tally())
 
@@ -133,16 +163,15 @@ class DataReport:
         for (_, kind), tally in self.tallies.items():
             found[kind] += len(tally.lengths)
             left_out += tally.left_out
-        tokens, learned, cut = (
-            sum(getattr(each, name) for each in self.tallies.values()) for name in ("tokens", "learned", "truncated")
-        )
+        every = self.tallies.values()
+        tokens, learned, cut = (sum(getattr(t, name) for t in every) for name in ("tokens", "learned", "truncated"))
         records = " and ".join(f"{n:,} {kind}(s)" for kind, n in found.items() if n) or "nothing"
-        more = f" and {len(self.unread) - MOST_UNREAD} more" if len(self.unread) > MOST_UNREAD else ""
         parts = {
             f"{records}, {tokens:,} tokens, {learned:,} of them learned, in {self.blocks:,} block(s)": True,
             f"cut to a block: {cut:,}": cut,
             f"left out: {_listed(left_out)}": left_out,
-            f"not read: {', '.join(self.unread[:MOST_UNREAD])}{more}": self.unread,
+            f"odd: {_first(self.odd)}": self.odd,
+            f"not read: {_first(self.unread)}": self.unread,
         }
         return "; ".join(part for part, there in parts.items() if there)
 
@@ -158,6 +187,7 @@ class DataReport:
                 yield f"  cut to a block: {tally.truncated:,}"
             if tally.left_out:
                 yield f"  left out: {_listed(tally.left_out)}"
+        yield from (f"odd: {word}" for word in self.odd)
         yield from (f"not read: {word}" for word in self.unread)
         for kind, (place, (ids, labels)) in self.samples.items():
             yield f"a {kind}, {place}, what is learned in ⟦ ⟧:"
@@ -170,3 +200,8 @@ class DataReport:
 
 def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{n:,} {why}" for why, n in counts.items())
+
+
+def _first(words: list[str]) -> str:
+    more = f" and {len(words) - MOST_UNREAD} more" if len(words) > MOST_UNREAD else ""
+    return ", ".join(words[:MOST_UNREAD]) + more

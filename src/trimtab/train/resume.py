@@ -1,10 +1,8 @@
 """Checkpoints of a run, and going on from one: what a run was made of comes from there, and is held against it.
 
 The order of the data, the batches of a step and the schedule follow from FIXED options, the data's files and the
-number of ranks that read different data. How those ranks share the model (ep, fsdp, tp, replicate) is free: then the
-state is the same bit for bit, and the sums that follow may be rounded otherwise. The model that a run began with may
-lie elsewhere now: its configuration and its tokenizer must be those that the checkpoint holds. Importing this imports
-no torch.
+number of ranks that read different data. How those ranks share the model is free: the state is the same bit for bit,
+and the sums that follow may be rounded otherwise. Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from trimtab.checkpoint import folder as on_disk
 from trimtab.errors import ConfigError, InputError
 from trimtab.train.config import FIXED, OPTIONS, TrainConfig, flag_of
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import CHECKPOINTS, FINAL, HEATMAP, MERGED, METRICS, best_step, resume_command
+from trimtab.train.report import CHECKPOINTS, FINAL, HEATMAP, MERGED, METRICS, best_step, resume_command, unnamed_model
 from trimtab.train.sources import Group
 
 if TYPE_CHECKING:
@@ -39,7 +37,11 @@ def resumed(given: dict[str, Any]) -> TrainConfig:
     has options which are none here, and for an option of FIXED with another value.
     """
     asked = Path(given["resume"])
-    folder = _by_name(on_disk.resolve(asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked))
+    try:
+        folder = _by_name(on_disk.resolve(asked / CHECKPOINTS if (asked / CHECKPOINTS).is_dir() else asked))
+    except InputError as error:
+        left = unnamed_model(asked)
+        raise InputError(f"{error}; {left}" if left else str(error)) from None
     saved = _run_of(folder)["config"]
     kept = {field.name: field.default for field in OPTIONS if not field.metadata["per_run"]}
     if unknown := sorted(saved.keys() - {field.name for field in OPTIONS} - {"debug"}):
@@ -161,10 +163,10 @@ def remove_results(out: Path) -> None:
 
 
 def advice(out: Path, nproc: int | None) -> str | None:
-    """Words on going on with the run that writes to `out`; None if it is finished or has no whole checkpoint."""
+    """Words on going on with the run that writes to `out`; None if it is finished or has left nothing to go on with."""
     held = on_disk.latest(out / CHECKPOINTS)
     if held is None or (out / FINAL).exists():
-        return None
+        return None if (out / FINAL).exists() else unnamed_model(out)
     return f"go on from step {on_disk.step_of(held)} with: {resume_command(out, nproc)}"
 
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from trimtab.checkpoint.folder import UNFINISHED
 from trimtab.convert.files import writing
+from trimtab.convert.merge import CONFIG, TENSORS
+from trimtab.errors import InputError
 from trimtab.integrations.transformers.summary import summary
 from trimtab.processes import leave_group
 from trimtab.routing.loads import draw_loads
 from trimtab.train.loop import MoETrainer
-from trimtab.train.models import load_model, mask_by_positions, with_adapters, write_adapter
+from trimtab.train.models import load_model, mask_by_positions, whole_model, with_adapters
 from trimtab.train.out_folder import make_room
 from trimtab.train.plan import Plan
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, closing_words, resume_command
+from trimtab.train.resume import advice
 from trimtab.train.weights import open_source, write_merged, write_model
 
 LONGEST = timedelta(hours=2)
@@ -59,8 +65,8 @@ def run_session(plan: Plan, *, prepared: bool) -> None:
             if dist.is_initialized():
                 leave_group()
         if rank == 0 and done != steps:
-            advice = resume_command(plan.out, world)
-            print(f"stopped after step {done} of {steps}; go on with: {advice}", flush=True)
+            command = resume_command(plan.out, world)
+            print(f"stopped after step {done} of {steps}; go on with: {command}", flush=True)
         elif rank == 0:
             unit = "byte" if plan.config.model in PRESETS else "token"
             seconds = time.perf_counter() - began
@@ -114,18 +120,59 @@ def _save(model: Any, plan: Plan, rank: int) -> None:
     `merged/`, where that is asked for. Every rank must call."""
     config, skeleton, first = plan.config, plan.skeleton, rank == 0
     unfinished, half = (plan.out / f"{name}{UNFINISHED}" for name in (FINAL, MERGED))
-    with writing(unfinished):
-        if config.lora is None:
-            source = open_source(plan.checkpoint, skeleton, config.drop)
+    source = plan.source  # opened as the run began, whatever has become of its folder
+    if source is None or source.folder != plan.checkpoint:
+        source = open_source(plan.checkpoint, skeleton, config.drop)
+    try:
+        with writing(unfinished):
+            if not config.frozen:
+                if first:
+                    unfinished.mkdir()
+                write_model(model, source, unfinished, dtype=config.save_dtype, write=first)
+            elif first:
+                write_adapter(model, unfinished, base=str(plan.checkpoint.resolve()), dtype=config.save_dtype)
+                if config.merge:
+                    print(write_merged(unfinished, skeleton, source, half, dtype=config.save_dtype), flush=True)
+                    half.rename(plan.out / MERGED)
+                if named := name_for_whole_model(unfinished, skeleton, plan.checkpoint):
+                    print(f"adapter names are those of {named}, the whole model", flush=True)
             if first:
-                unfinished.mkdir()
-            write_model(model, source, unfinished, dtype=config.save_dtype, write=first)
-        elif first:
-            write_adapter(model, unfinished, base=str(plan.checkpoint.resolve()), dtype=config.save_dtype)
-            if config.merge:
-                source = open_source(plan.checkpoint, skeleton, config.drop)
-                print(write_merged(unfinished, skeleton, source, half, dtype=config.save_dtype), flush=True)
-                half.rename(plan.out / MERGED)
-        if first:
-            unfinished.rename(plan.out / FINAL)
+                unfinished.rename(plan.out / FINAL)
+    except InputError as error:
+        left = advice(plan.out, plan.mesh.world)
+        raise InputError(f"{error}; {left}" if left else str(error)) from error
     _barrier()
+
+
+def write_adapter(model: Any, folder: Path, *, base: str, dtype: str | None) -> None:
+    """Write peft's folder of the model's adapters, which every rank has whole; one rank calls. base: where the model
+    below lies, as the folder says. dtype: of the adapters; that of training if not given."""
+    (made,) = model.peft_config.values()
+    made.base_model_name_or_path = base
+    wanted = None if dtype is None else getattr(torch, dtype)
+    state = {name: p.detach().to(dtype=wanted) for name, p in model.named_parameters() if p.requires_grad}
+    model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+
+
+def name_for_whole_model(folder: Path, skeleton: Any, base: Path) -> str | None:
+    """Give the adapter in peft's `folder` the names of the whole model. Returns that model's class, None where the
+    skeleton is all of it."""
+    if (whole := whole_model(skeleton, base)) is None:
+        return None
+    inner = f"{skeleton.base_model_prefix}."
+
+    def named(name: str, before: str = "") -> str:
+        own = name.removeprefix(before)
+        return f"{before}{whole[1]}.{own.removeprefix(inner)}" if own.startswith(inner) else name
+
+    tensors = load_file(folder / TENSORS)
+    moved = {named(key, "base_model.model."): tensor for key, tensor in tensors.items()}
+    save_file(moved, folder / TENSORS, metadata={"format": "pt"})
+    fields = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    for key, there in (
+        ("target_modules", skeleton.named_modules()), ("target_parameters", skeleton.named_parameters()),
+    ):  # fmt: skip
+        ends = tuple(f".{end}" for end in fields.get(key) or ())
+        fields[key] = [named(own) for own, _ in there if f".{own}".endswith(ends)]
+    (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return whole[0]

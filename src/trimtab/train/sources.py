@@ -23,13 +23,8 @@ NUL, NOT_UTF8 = "it holds NUL bytes", "it is not UTF-8"
 
 @dataclass(frozen=True)
 class Group:
-    """Files that are drawn from as one.
-
-    Attributes:
-        files: sorted; `kind_of` says how each is read.
-        weight: its share of the blocks beside the other groups'.
-        unread: what lies there and is not read, in words.
-    """
+    """Files that are drawn from as one, sorted. weight: their share of the blocks beside other groups'. unread: what
+    lies there and is not read, in words."""
 
     files: list[Path]
     weight: float = 1.0
@@ -47,9 +42,8 @@ def find_groups(names: Sequence[str]) -> list[Group]:
     """Find the data's files (the standard library's when none is named): one group, or one for each `PATH=WEIGHT`.
 
     A folder with files of records gives those of one split, and its .txt files; any other gives every text file in
-    UTF-8 below it that is not hidden and that no run of `trimtab train` left there.
-
-    Raises InputError for a path that does not exist or cannot be read, and where nothing is to be read.
+    UTF-8 below it that is not hidden and that no run of `trimtab train` left there. Raises InputError for a path that
+    does not exist or cannot be read, and where nothing is to be read.
     """
     if not names:
         return [Group(standard_library())]

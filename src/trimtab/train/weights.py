@@ -1,8 +1,7 @@
 """A checkpoint's tensors and files: those that are trained, those that are kept, and `final/`, written from both.
 
-`final/` has the names, the dtypes and the files of the checkpoint that the run began with. What the language model
-does not load (vision towers, MTP layers, value heads) is copied from there; read, trained and written one group of
-tensors at a time. Weights of a byte or less (FP8, MXFP4) are first written out in bfloat16.
+`final/` has the names, the dtypes and the files of the checkpoint that the run began with; what the language model does
+not load (vision towers, MTP layers, value heads) is copied. FP8 and MXFP4 are first written out in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.checkpoint.folder import CONFIG
+from trimtab.checkpoint.folder import CONFIG, carried_files
 from trimtab.checkpoint.state import unwrapped
 from trimtab.convert.export import LiveModel, send_all
 from trimtab.convert.files import SHARD_BYTES, SafetensorsFolder, holds_safetensors, write_safetensors
@@ -44,6 +43,7 @@ class Source:
     summary: what is not trained and kept, dropped, or becomes something else, in words.
     """
 
+    folder: Path
     store: TensorStore
     mapping: list[Any]
     carried: list[str]
@@ -66,15 +66,13 @@ def open_source(folder: Path, model: Any, drop: Sequence[str] = ()) -> Source:
     carried, mapping = without_place(model, store), mapping_of(model)
     own = without(store, carried)
     check_state(model, Mapped(own, loading_steps(model, mapping, own)), folder)
-    files = [path for path in sorted(folder.iterdir()) if _goes_along(path, drop)]
-    others = {path.name for path in folder.iterdir()} - {path.name for path in files} - {RECORD, IDENTITY}
-    left = [name for name in sorted(others) if not _matches(name, (".*", "model*.safetensors*", *drop))]
+    files, left = files_beside(folder, drop)
     words = [f"weights in {how['quant_method'].upper()} become bfloat16"] if how else []
     for names, what in ((carried, "kept as they are"), (dropped, "dropped")):
         words += [f"{len(names)} tensors are {what}: {_kinds(names)}"] if names else []
     words += [f"not kept: {', '.join(left)}"] if left else []
     used = [transform for transform in mapping if transform.was_used()]
-    return Source(store, used, carried, files, "; ".join(words))
+    return Source(folder, store, used, carried, files, "; ".join(words))
 
 
 def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, write: bool) -> None:
@@ -112,23 +110,56 @@ def _as_saved(state: TensorStore, model: Any, source: Source, dtype: str | None)
 
 def _write_all(saved: TensorStore, source: Source, folder: Path, dtype: str | None) -> None:
     _write(_Both(saved, Mapped(source.store, map(kept, source.carried))), folder)
-    copy_files(source.files, folder, dtype)
+    copy_files(source.files, source.folder, folder, dtype)
 
 
-def copy_files(files: Iterable[Path], folder: Path, dtype: str | None) -> None:
+def files_beside(folder: Path, drop: Sequence[str] = ()) -> tuple[list[Path], list[str]]:
+    """The files that go with a checkpoint's weights, and what of the folder stays behind, in words. Links that lead out
+    of the folder stay behind (what they lead to may be private), but for those of the Hub's cache and of files that a
+    model consists of. Raises ConfigError for a file that cannot be read."""
+    root = folder.resolve()
+    inside = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    own = {folder / CONFIG, *carried_files(folder)}
+    files, left = [], []
+    for path in sorted(folder.iterdir()):
+        if not _goes_along(path, drop):
+            left += [] if _matches(path.name, (".*", "model*.safetensors*", RECORD, IDENTITY, *drop)) else [path.name]
+            continue
+        for each in sorted(p for p in path.rglob("*") if not p.is_dir()) if path.is_dir() else [path]:
+            if each in own or any(each.resolve().is_relative_to(place) for place in inside):
+                _check_readable(each, path.name)
+                files.append(each)
+            else:
+                left.append(f"{each.relative_to(folder)} (a link that leads out of the folder)")
+    return files, left
+
+
+def _check_readable(path: Path, name: str) -> None:
+    try:
+        why = "no file, or a link to none"
+        if path.is_file():
+            return path.open("rb").close()
+    except OSError as error:
+        why = str(error.strerror)
+    raise ConfigError(
+        f"{path}: goes with the weights, and cannot be read ({why}); put it right, or leave it out by --drop {name}"
+    )
+
+
+def copy_files(files: Iterable[Path], source: Path, folder: Path, dtype: str | None) -> None:
     """Copy what goes with a checkpoint's weights; its configuration without what is no longer so."""
     for path in files:
-        if path.is_dir():
-            shutil.copytree(path, folder / path.name)
-        elif path.name != CONFIG:
-            shutil.copyfile(path, folder / path.name)
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        if path.name != CONFIG:
+            shutil.copyfile(path, target)
         else:
             fields = json.loads(path.read_text(encoding="utf-8"))
             if fields.pop("quantization_config", None) is not None:
                 dtype = dtype or "bfloat16"
             for part in (fields, *(value for value in fields.values() if isinstance(value, dict))):
                 part.update({key: dtype for key in ("dtype", "torch_dtype") if dtype and key in part})
-            (folder / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+            target.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def quantization(folder: Path) -> dict[str, Any]:
@@ -189,7 +220,7 @@ def write_plain(source: Path, folder: Path) -> None:
     """Write a quantized checkpoint out in bfloat16, with all that goes with it."""
     folder.mkdir(parents=True)
     _write(plain(SafetensorsFolder(source), quantization(source)), folder)
-    copy_files([path for path in sorted(source.iterdir()) if _goes_along(path, ())], folder, None)
+    copy_files(files_beside(source)[0], source, folder, None)
 
 
 def _write(store: TensorStore, folder: Path) -> None:
@@ -229,6 +260,15 @@ def _goes_along(path: Path, drop: Sequence[str]) -> bool:
     if path.is_dir():
         return path.name == TEMPLATES
     return not path.name.endswith(WEIGHTS) or path.name.startswith("value_head.")
+
+
+def size_written(source: Source, dtype: str | None) -> int:
+    """Bytes of the folder that `write_model` or `write_merged` makes of a source."""
+    size = sum(path.stat().st_size for path in source.files)
+    for name, info in source.store.infos.items():
+        trained = dtype and info.dtype.is_floating_point and name not in source.carried
+        size += replace(info, dtype=getattr(torch, str(dtype)) if trained else info.dtype).nbytes
+    return size
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
