@@ -173,11 +173,12 @@ def _check_options(config: TrainConfig, world: int) -> tuple[list[Group], list[G
         )
     model = Path(config.model)
     if config.model not in PRESETS and (model / ADAPTER).is_file():
-        adapter = shlex.quote(config.model)
-        base = adapter if (model / "config.json").is_file() else "BASE"
+        base, adapter, move = "BASE", shlex.quote(config.model), ""
+        if (model / "config.json").is_file():
+            base, adapter, move = adapter, "ADAPTER", "move the files adapter_* to a folder ADAPTER, and "
         raise ConfigError(
             f"--model {config.model}: an adapter lies in that folder ({ADAPTER}), which would be loaded and lost; "
-            f"train the merged model: trimtab convert {base} MERGED --to safetensors --merge {adapter}"
+            f"{move}train the merged model: trimtab convert {base} MERGED --to safetensors --merge {adapter}"
         )
     if config.model not in PRESETS and not (Path(config.model) / "config.json").is_file():
         what = "no config.json in that folder" if Path(config.model).is_dir() else "no such folder"

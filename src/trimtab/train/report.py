@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 from array import array
 from collections import Counter
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
     from trimtab.train.readers import Record
 
 METRICS, HEATMAP, FINAL, MERGED, LOGS = "metrics.jsonl", "load.png", "final", "merged", "logs"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, WRITTEN = "checkpoints", ".written"
+"""WRITTEN: lies beside weights that are all written while the other files are copied."""
 RUN = "run.json"
 """Marks an output folder as ours: the options of the run that wrote it."""
 MOST_UNREAD = 4
@@ -83,32 +83,17 @@ def resume_command(out: Path, ranks: int | None) -> str:
 
 def unnamed_model(out: Path, whole: bool = False) -> str | None:
     """Words on weights that a run wrote and did not come to name `final`; None where there are none. whole: only where
-    none of them lack."""
+    none of them lack, which the files tell that are written behind them."""
     folder = out / f"{FINAL}{UNFINISHED}"
-    files = {path.name for path in folder.glob("*.safetensors")}
-    for index in folder.glob("*.safetensors.index.json"):
-        files |= {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    lacking = [name for name in files if not _is_complete(folder / name)]
-    if any("-of-" in name for name in files) and not any(folder.glob("*.index.json")):
-        lacking.append("its index")
-    if not files or (whole and lacking):
+    found = {path.name for path in folder.glob("*")}
+    if not any(name.endswith(".safetensors") for name in found):
         return None
-    if lacking:
-        return f"{folder} holds a part of the weights, which no program opens"
+    if not found & {WRITTEN, CONFIG, "adapter_config.json"}:
+        return None if whole else f"{folder} holds a part of the weights, which no program opens"
     return (
         f"{folder} holds all that was trained: put those files of the model's folder beside it that it lacks "
         f"({CONFIG}, the tokenizer's), and name it {out / FINAL}"
     )
-
-
-def _is_complete(file: Path) -> bool:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "np"):
-            return True
-    except (OSError, SafetensorError):
-        return False
 
 
 @dataclass

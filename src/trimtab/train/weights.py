@@ -29,6 +29,7 @@ from trimtab.convert.tensors import Mapped, Step, TensorInfo, TensorStore, kept
 from trimtab.errors import ConfigError, first_line
 from trimtab.experts.quantized import FORMATS, decoded
 from trimtab.train.presets import IDENTITY
+from trimtab.train.report import WRITTEN
 
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 TEMPLATES = "additional_chat_templates"
@@ -110,7 +111,9 @@ def _as_saved(state: TensorStore, model: Any, source: Source, dtype: str | None)
 
 def _write_all(saved: TensorStore, source: Source, folder: Path, dtype: str | None) -> None:
     _write(_Both(saved, Mapped(source.store, map(kept, source.carried))), folder)
+    (folder / WRITTEN).touch()
     copy_files(source.files, source.folder, folder, dtype)
+    (folder / WRITTEN).unlink()
 
 
 def files_beside(folder: Path, drop: Sequence[str] = ()) -> tuple[list[Path], list[str]]:
