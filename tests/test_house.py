@@ -22,11 +22,11 @@ FLOORS = (
 ROOMS = {
     "(root)": (1060, 13), "checkpoint": (1085, 6), "cli": (550, 6), "convert": (1660, 9), "dispatch": (2630, 19),
     "doctor": (825, 5), "experts": (5055, 30), "guard": (805, 5), "integrations": (5405, 37), "kernels": (5205, 33),
-    "parallel": (1415, 10), "routing": (2270, 14), "train": (3575, 17), "verify": (1815, 12),
+    "parallel": (1415, 10), "routing": (2270, 14), "train": (3565, 17), "verify": (1815, 12),
 }  # fmt: skip
 NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
-PACKAGE = (33330, 216)
+PACKAGE = (33315, 216)
 """Lines and files of all rooms together."""
 LAYER = (4930, 37)
 """Lines and files that `import trimtab.moe` loads."""
@@ -58,7 +58,7 @@ CALLS = (165, 24)
 """Calls of our functions in one forward of a layer, and the files that they lie in."""
 UPWARD, CIRCLES, LONG = 0, 0, 0
 """Imports of a room above or beside; groups of modules that import each other; files of more than 300 lines."""
-TESTS = 36105
+TESTS = 36115
 """Lines of tests and helpers."""
 
 
