@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.flop_counter import FlopCounterMode
 
 from experts.test_shapes import at
 from helpers.comparing import assert_close
 from helpers.pairs import Pair, Subject
 from helpers.weights import expert_weights
-from trimtab.experts.lora import stack_factors
+from trimtab.experts.lora import add_adapter, merge_adapter, stack_factors
 from trimtab.experts.mlp import expert_mlp
+from trimtab.experts.module import ExpertMLP
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.weight import GroupedWeight, LoraFactors
 
@@ -81,6 +83,14 @@ def test_dropout_drops_other_values_in_each_call_and_none_in_evaluation() -> Non
     assert not torch.allclose(one, two)
     subject.layer.eval()
     assert torch.equal(subject.layer(x, ids, w), subject.layer(x, ids, w))
+
+
+def test_a_wrapped_module_gets_an_adapter_once() -> None:
+    model = nn.ModuleList([checkpoint_wrapper(ExpertMLP(4, 8, 6)), torch.compile(ExpertMLP(4, 8, 6))])
+    factors = add_adapter(model, rank=2)
+    assert len(factors) == len({id(factor) for factor in factors}) == 8
+    merge_adapter(model, "default")
+    assert not [name for name, _ in model.named_parameters() if "default" in name]
 
 
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:

@@ -2,7 +2,7 @@
 it is and, where the host waits anyway, compares with the other ranks, beside the facts, what comes.
 
     count     forward    ROWS and SLOTS that follow, TOKENS held, BAD,      every transport, one host sync
-                         GRAD, and how many experts and slots of theirs
+                         GRAD, and experts and slots of other ranks
     the others           ROWS that follow, EXPECTED rows, VALUES in one,    guarded, where the host waits anyway (CPU)
                          BAD, their DTYPE
 

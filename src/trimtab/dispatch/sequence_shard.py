@@ -17,6 +17,7 @@ from torch.autograd.function import Function
 
 from trimtab.autograd import once_differentiable
 from trimtab.dispatch.all_gather import gather_uneven
+from trimtab.errors import InputError
 from trimtab.layout import shard_cuts
 
 
@@ -61,7 +62,9 @@ def shard(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def unshard(x: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
     """[*lead, L, D] of L = `length` positions, on every rank, from each rank's share as `shard` takes it. One
-    all-gather."""
-    cuts = shard_cuts(length, dist.get_world_size(group))
+    all-gather. Raises InputError for another share."""
+    cuts, rank = shard_cuts(length, dist.get_world_size(group)), dist.get_rank(group)
+    if x.shape[-2] != cuts[rank + 1] - cuts[rank]:
+        raise InputError(f"rank {rank} has {x.shape[-2]} of {length} positions, of the cuts {cuts}", phase="combine")
     out: Tensor = _Moved.apply(x, cuts, group, True)  # type: ignore[no-untyped-call]
     return out

@@ -141,8 +141,8 @@ def lying_as(value: Tensor, like: Tensor) -> Tensor:
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Those that take adapters, see `GroupedModule.put_adapter`."""
-    return ((name, module) for name, module in model.named_modules() if hasattr(module, "put_adapter"))
+    """Those that take adapters, see `GroupedModule.put_adapter`. Wrappers that forward attributes are none."""
+    return ((name, module) for name, module in model.named_modules() if hasattr(type(module), "put_adapter"))
 
 
 def add_adapter(

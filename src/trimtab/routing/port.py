@@ -269,6 +269,9 @@ class Port:
         losses = [observer.see(run) for observer in self.observers if observer.traced == traced]
         return [loss for loss in losses if loss is not None]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Port:
+        return Port(self.info, self._copied())
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Port, (self.info, self._copied())
 

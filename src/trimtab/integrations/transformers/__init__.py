@@ -102,3 +102,4 @@ def import_transformers(who: str) -> ModuleType:
 
 if not TYPE_CHECKING:
     __getattr__, __dir__, __all__ = lazy_names(__name__)
+    __all__ += ["register"]

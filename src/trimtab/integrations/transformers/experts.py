@@ -52,7 +52,8 @@ def experts_forward(
         InputError: shapes or ids other than these; under `torch.func`'s transforms or `torch.jit.trace`.
         BackendError: the kernels fail their self-test on the device.
 
-    Under `torch.compile` and `torch.export` it is operators of the graph.
+    Under `torch.compile` and `torch.export` it is operators of the graph. A process that loads such a program imports
+    `trimtab.moe` and `trimtab.experts.linear` first.
     """
     who = type(module).__name__
     refuse_transforms(who)

@@ -32,7 +32,6 @@ TARGETS = {"experts": "routed experts", "attention": "attention", "router": "rou
 RENAMED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Ends of module names that peft takes for experts of an older transformers, wherever they lie, and turns into adapters
 of the routed experts' stacks: linear layers of such names are handed over as parameters, whose names stay."""
-LINEARS = ("torch.nn.modules.linear", "bitsandbytes.")
 """Homes of the linear layers that peft adapts; of the latter not those of such names, whose weights are no matrices."""
 WEIGHT = ".weight"
 CHOOSERS = "indexer"
@@ -81,8 +80,9 @@ def adaptable(model: nn.Module) -> dict[str, str]:
     kind_of, found = kinds(model), {}
     for path, module in model.named_modules():
         kind = kind_of(path)
-        if isinstance(module, nn.Linear) and type(module).__module__.startswith(LINEARS):
-            whole, renamed = type(module) is nn.Linear, path.rpartition(".")[2] in RENAMED
+        whole = type(module) is nn.Linear
+        if whole or (isinstance(module, nn.Linear) and type(module).__module__.startswith("bitsandbytes.")):
+            renamed = path.rpartition(".")[2] in RENAMED
             adapted = CHOOSERS not in path.split(".") and kind != "embeddings" and (whole or not renamed)
             if adapted and min(module.in_features, module.out_features) > 1:
                 found[path + WEIGHT if renamed else path] = kind
