@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import trl
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trimtab.errors import InputError
-from trimtab.train.assistant_spans import IGNORED, Piece, encode_chat
+from trimtab.train.assistant_spans import IGNORED, Piece, _common, encode_chat
 from trimtab.train.messages import REASONING
 from trimtab.train.presets import byte_tokenizer
 
@@ -211,6 +213,21 @@ def test_reasoning_is_learned_under_each_of_its_keys_or_refused() -> None:
     assert learned(shipped("llama3"), [user("Uone"), said("Zone", thinking="Rone", loss=0), *TWO]) == ["Atwo<|eot_id|>"]
     with pytest.raises(InputError, match=r"message 2: its reasoning .* is not the same"):
         learned(shipped("qwen3"), [user("Uone"), said("Aone", thinking="Rone", reasoning="Rtwo")])
+
+
+def test_reasoning_of_others_than_the_assistant_is_no_reasoning() -> None:
+    tok = shipped("qwen3")
+    for value in (True, ["a"], "Rone"):
+        asked = {**user("Uone"), "thinking": value, "reasoning": "Rtwo"}
+        assert learned(tok, [asked, said("Aone")]) == learned(tok, ONE)
+        assert list(encode_chat(tok, [asked, said("Aone")], "here")) == list(encode_chat(tok, ONE, "here"))
+
+
+@given(st.text("ab"), st.text("ab"), st.text("ab"))
+def test_the_common_beginning_is_that_of_every_character(start: str, one: str, other: str) -> None:
+    assert _common(start + one, start + other) == max(
+        n for n in range(len(start + one) + 1) if (start + other).startswith((start + one)[:n])
+    )
 
 
 def test_a_template_that_rewrites_history_gives_a_piece_for_each_context() -> None:

@@ -25,7 +25,7 @@ from trimtab.checkpoint.folder import begin, clear, whole_checkpoints
 from trimtab.convert.convert import convert
 from trimtab.errors import ConfigError, InputError
 from trimtab.train.config import TrainConfig
-from trimtab.train.out_folder import make_room, write_init
+from trimtab.train.out_folder import check_disk, make_room, write_init
 from trimtab.train.plan import plan_run
 from trimtab.train.report import best_step
 from trimtab.train.resume import advice, check_resume, describe_data, read_metrics_until, remove_old, resumed, rewind
@@ -247,6 +247,24 @@ def test_what_came_after_the_checkpoint_goes(whole: Path, tmp_path: Path) -> Non
     for folder in (out, other):
         assert len(numbers(folder)) == 2
         assert not (folder / "final").exists()
+
+
+def test_what_a_run_that_goes_on_removes_counts_as_room(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = shutil.copytree(whole, tmp_path / "run")
+    given = {"resume": str(out / "checkpoints" / "step-00000002"), "out": str(out), "overwrite": True}
+    often = plan_run(resumed({**given, "save_every": 1, "keep": 2}), 2).with_steps()
+    assert " and 2 checkpoint(s), " in check_disk(often)  # step 4 of before is none that is held
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 17))
+    once = plan_run(resumed({**given, "save_every": 2}), 2).with_steps()
+    assert " and 1 checkpoint(s), " in check_disk(once)
+    with pytest.raises(ConfigError, match=r"2 checkpoint\(s\), [\d.]+ MB are free; make room"):
+        check_disk(often)
+    half = shutil.copytree(out / "checkpoints" / "step-00000002", out / "checkpoints" / "step-00000003.unfinished")
+    (half / "trimtab.json").unlink()
+    check_disk(often)
 
 
 def test_first_weights_are_those_of_this_run(config: TrainConfig, tmp_path: Path) -> None:

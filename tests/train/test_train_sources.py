@@ -179,6 +179,18 @@ def test_what_is_odd_is_counted_and_said_once(tmp_path: Path) -> None:
     assert "; odd: 15 answer(s)" in report.summary()
 
 
+def test_what_is_odd_in_a_prompt_is_counted(tmp_path: Path) -> None:
+    """But for its empty answers: no answer of a prompt is learned."""
+    asked = [{"role": "user", "content": "\0 \ud800", "thinking": True}, {"role": "assistant", "content": ""}]
+    said = [{"role": "assistant", "content": "so", "mood": 1}]
+    path = write(tmp_path, a_jsonl=json.dumps({"prompt": asked, "completion": said})) / "a.jsonl"
+    (record,) = read_records([path], 0, lambda: False)
+    assert record.odd == Counter({
+        "NUL character(s)": 1, NOT_TEXT: 1, "message(s) with the unknown key `thinking`": 1,
+        "message(s) with the unknown key `mood`": 1,
+    })  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.parquet"])
 def test_bytes_that_are_no_text_are_counted_wherever_they_lie(tmp_path: Path, name: str) -> None:
     path, text = tmp_path / name, "é" * SNIFF_BYTES + "\0" * 5

@@ -235,6 +235,18 @@ def test_what_an_earlier_run_left_counts_as_room(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 17))
     make_room(plan_run(config, 1)).close()
     assert not (tmp_path / "run" / "final").exists()
+    shutil.copytree(copy, tmp_path / "run" / "checkpoints" / "step-00000009")  # which has no index and is not whole
+    make_room(plan_run(config, 1)).close()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_file_system_that_does_not_say_its_room_is_written_to(
+    copy: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(total=0, used=0, free=0))
+    make_room(plan_run(config_of(copy, tmp_path / "run", data=(str(text),)), 1)).close()
+    assert "checkpoint(s), the disk does not say its room" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["copied", "weights", "adapter"])

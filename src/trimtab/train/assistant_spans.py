@@ -70,7 +70,7 @@ def _is_learned(message: dict[str, Any], place: str) -> bool:
 
 def _plain(message: dict[str, Any], place: str) -> dict[str, Any]:
     """A message as templates take it, which have its reasoning under one key or another."""
-    said = {message[key].strip() for key in REASONING if message.get(key, "").strip()}
+    said = {message.get(key, "").strip() for key in REASONING if message["role"] == "assistant"} - {""}
     if len(said) > 1:
         raise InputError(f"{place}: its reasoning under {' and '.join(REASONING)} is not the same")
     plain = {key: value for key, value in message.items() if key not in (*LEARNED, *MASKED, *REASONING)}
@@ -285,6 +285,10 @@ def _label(conversation: Conversation, chain: list[Answer]) -> Iterator[tuple[in
 
 
 def _common(one: str, other: str) -> int:
-    """Length of the common beginning."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+    """Length of the common beginning, by halving what may be it."""
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        same = one[least:middle] == other[least:middle]
+        least, most = (middle, most) if same else (least, middle - 1)
+    return least

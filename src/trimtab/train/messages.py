@@ -27,6 +27,7 @@ MASKED = ("masked", "is_masked")
 """Those that say the contrary."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *LEARNED, *MASKED}
+NO_ANSWER = "answer(s) without words or calls, left out"
 NOT_TEXT = "byte(s) that are not UTF-8, read as \ufffd"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -81,7 +82,7 @@ def _message(message: dict[str, Any], place: str, name: str, odd: Counter[str]) 
     if made["role"] not in USUAL:
         odd[f"message(s) of the role `{role}`, not learned"] += 1
     if answer and not made.get("tool_calls") and not made["content"].rpartition("</think>")[2].strip():
-        odd["answer(s) without words or calls, left out"] += 1
+        odd[NO_ANSWER] += 1
         made["train"] = False
     return made
 

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import shutil
 import sys
 from collections import Counter
@@ -128,31 +129,33 @@ def check_disk(plan: Plan) -> str:
     last = min(steps, config.stop_after or steps)
     every = config.save_every or steps + 1
     saves = last // every - start // every + bool(config.stop_after == last and last % every)
-    held = whole_checkpoints(out / CHECKPOINTS)
+    root = out / CHECKPOINTS
+    ours = config.resume is not None and Path(config.resume).parent.resolve() == root.resolve()
+    held = [folder for folder in whole_checkpoints(root) if ours and step_of(folder) <= start]  # `rewind` keeps these
     if config.keep:
-        saves = min(saves, max(1, config.keep + 1 - len(held if config.resume else ())))
+        saves = min(saves, max(1, config.keep + 1 - len(held)))
     values = sum(p.numel() for p in trained_skeleton(plan.skeleton, config).parameters() if p.requires_grad)
     model = 4 * sum(p.numel() for p in plan.skeleton.parameters())
     if plan.source is not None:
         model = size_written(plan.source, config.save_dtype)
     final = 4 * values + model * config.merge if config.frozen else model
-    places = {out / CHECKPOINTS: saves * values * (4 if config.optim else 12), out: REPORTS + final * (last == steps)}
+    places = {root: saves * values * (4 if config.optim else 12), out: REPORTS + final * (last == steps)}
     places[out] += 0 if plan.checkpoint == Path(config.model) or plan.checkpoint.exists() else model
     goes = [out / f"{name}{end}" for name in (FINAL, MERGED) for end in ("", UNFINISHED)]
-    needed, free = Counter[int](), dict[int, int]()
+    goes += [folder for folder in (*whole_checkpoints(root), *unfinished_checkpoints(root)) if folder not in held]
+    needed, free = Counter[int](), dict[int, float]()
     for place, size in places.items():
         at = place if place.exists() else out
         needed[at.stat().st_dev] += size
-        free[at.stat().st_dev] = shutil.disk_usage(at).free
-    for folder in goes if config.resume else [*goes, *held]:
+        usage = shutil.disk_usage(at)
+        free[at.stat().st_dev] = usage.free if usage.total else math.inf  # some file systems do not know
+    for folder in goes:
         for path in folder.rglob("*"):
             if path.is_file() and path.stat().st_dev in free:
                 free[path.stat().st_dev] += path.stat().st_size
     worst = max(needed, key=lambda device: needed[device] - free[device])
-    words = (
-        f"{needed[worst] / 1e6:,.1f} MB are needed for what the run ends with and {saves} checkpoint(s), "
-        f"{free[worst] / 1e6:,.1f} MB are free"
-    )
+    room = f"{free[worst] / 1e6:,.1f} MB are free" if free[worst] < math.inf else "the disk does not say its room"
+    words = f"{needed[worst] / 1e6:,.1f} MB are needed for what the run ends with and {saves} checkpoint(s), {room}"
     if needed[worst] > free[worst]:
         raise ConfigError(f"--out {out}: {words}; make room, write elsewhere, or keep fewer checkpoints (--keep)")
     return words

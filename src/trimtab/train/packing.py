@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trimtab.errors import InputError
 from trimtab.train.assistant_spans import IGNORED, Piece, encode_chat, first_of
-from trimtab.train.readers import Record, read_records, tokens
+from trimtab.train.readers import Record, encoded, read_records, tokens
 from trimtab.train.report import DataReport
 from trimtab.train.sources import Group
 
@@ -55,7 +55,8 @@ class Encoder:
     def text(self, pieces: Iterable[str]) -> Iterator[list[int]]:
         """Encode a plain text piece by piece, then EOS; nothing for an empty one."""
         began = False
-        for ids in map(self._ids, filter(None, pieces)):
+        for piece in filter(None, pieces):
+            ids, _ = encoded(self.tokenizer, piece, later=began)
             yield ids if began else self.opening + ids
             began = True
         if began:
@@ -75,9 +76,6 @@ class Encoder:
         )
         before = ((i, IGNORED) for i in self.opening)
         yield first_of(itertools.chain(before, labeled, [(self.eos, self.eos)]), most)
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import InputError, first_line
-from trimtab.train.messages import cleaned, decoded, read_messages
+from trimtab.train.messages import NO_ANSWER, cleaned, decoded, read_messages
 
 LINES = (".jsonl", ".ndjson")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -184,11 +184,25 @@ def tokens(tokenizer: Any, text: str, borders: list[int]) -> Iterator[tuple[int,
     """Each token's id, and where it begins and ends in `text`, at least between which of the borders."""
     for start, end in [(0, len(text))] if tokenizer.is_fast else itertools.pairwise([0, *borders]):
         at = start
-        for piece in in_pieces(chunks_of(text[start:end])):
-            made = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
-            places = made["offset_mapping"] if tokenizer.is_fast else [(0, end - at)] * len(made["input_ids"])
-            yield from ((i, at + a, at + b) for i, (a, b) in zip(made["input_ids"], places, strict=True))
+        for n, piece in enumerate(in_pieces(chunks_of(text[start:end]))):
+            ids, places = encoded(tokenizer, piece, later=n > 0)
+            both = zip(ids, places or [(0, end - at)] * len(ids), strict=True)
+            yield from ((i, at + a, at + b) for i, (a, b) in both)
             at += len(piece) if tokenizer.is_fast else 0
+
+
+def encoded(tokenizer: Any, piece: str, *, later: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids and, of a fast tokenizer, their places. A later piece lacks the space that Llama-2's begins a text with."""
+
+    def of(text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+        return list(made["input_ids"]), made["offset_mapping"] if tokenizer.is_fast else []
+
+    if later and of("a")[0] != of("\na")[0][(size := len(line := of("\n")[0])) :]:
+        ids, places = of(f"\n{piece}")
+        if ids[:size] == line:
+            return ids[size:], [(a - 1, b - 1) for a, b in places[size:]]
+    return of(piece)
 
 
 def _read_text(path: Path, odd: Counter[str]) -> Iterator[str]:
@@ -221,7 +235,9 @@ def _answered(row: dict[str, Any], made: Record) -> Record:
     if isinstance(prompt, str):
         asked = "".join(_string(prompt, made, "prompt"))
         return replace(made, prompt=asked, text=_string(completion, made, "completion"))
-    messages = [{**each, "train": False} for each in read_messages(prompt, made.place, "prompt", Counter())]
+    odd = Counter[str]()
+    messages = [{**each, "train": False} for each in read_messages(prompt, made.place, "prompt", odd)]
+    made.odd.update({key: times for key, times in odd.items() if key != NO_ANSWER})
     return replace(made, messages=messages + read_messages(completion, made.place, "completion", made.odd))
 
 
