@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from helpers.convert_case import assert_same, build, tensors_of
@@ -95,6 +95,45 @@ def test_what_ranks_save_has_the_bytes_of_what_one_process_saves(tmp_path: Path)
             assert_same(tensors_of(one), tensors_of(several))
             facts = json.loads((several / files.INDEX).read_text())["metadata"]
             assert facts["total_parameters"] == build(*FAMILIES[i][:1], **FAMILIES[i][1]).num_parameters()
+
+
+def saved_odd_on_ranks(folder: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    from trimtab.integrations.transformers import save_pretrained
+
+    begin()
+    files.BLOCK_BYTES = 300
+    mesh, model = init_device_mesh("cpu", (2,)), build("qwen3_moe")
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder / "true")
+    for name, param in list(model.named_parameters()):
+        module, _, own = name.rpartition(".")
+        placed = torch.nn.Parameter(distribute_tensor(param.detach(), mesh, [Shard(0)]))
+        setattr(model.get_submodule(module), own, placed)
+    for size in (600, 9_000, "50GB", 600):
+        save_pretrained(model, folder / "saved", max_shard_size=size)
+    for file, size in (("model.safetensors", "50GB"), ("model-00002-of-", 600), (files.INDEX, 600)):
+        into = folder / f"blocked-{file}"
+        if file.endswith("-"):
+            file = next((folder / "saved").glob(f"{file}*")).name
+        (into / file).mkdir(parents=True, exist_ok=True)
+        with pytest.raises(InputError, match=f"rank 0: .*{file}: cannot be written"):
+            save_pretrained(model, into, max_shard_size=size)
+    model.generation_config.temperature, model.generation_config.do_sample = 0.5, False
+    with pytest.raises(InputError, match="rank 0: ValueError"):
+        save_pretrained(model, folder / "refused")
+    save_pretrained(get_peft_model(build("qwen3_moe"), LoraConfig(target_modules=["q_proj"])), folder / "adapter")
+    assert (folder / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_tensor_above_the_shard_size_and_what_fails_on_the_writer_alone(tmp_path: Path) -> None:
+    run_ranks(saved_odd_on_ranks, 2, tmp_path, deadline=120)
+    state = tensors_of(tmp_path / "true")
+    in_files = json.loads((tmp_path / "saved" / files.INDEX).read_text())["weight_map"]
+    attention = [f"model.layers.0.self_attn.{name}_proj.weight" for name in ("v", "o")]
+    assert in_files[attention[0]] > in_files[attention[1]]  # the second is above the size, and comes first
+    assert_same(state, tensors_of(tmp_path / "saved"))  # and no shard is left of the earlier saves
 
 
 LAYOUTS = [Layout(ep=2, data="ddp"), Layout(ep=2, data="fsdp"), Layout(ep=2, data="hsdp"), Layout(ep=4, data="ddp"),

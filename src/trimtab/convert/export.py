@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trimtab.checkpoint.ranks import on_first_rank
+from trimtab.checkpoint.ranks import on_every_rank, on_first_rank
 from trimtab.checkpoint.state import plain_name, unwrapped
-from trimtab.convert.files import blocks, write_safetensors
+from trimtab.convert.files import SHARD_BYTES, parts, planned, write_safetensors
 from trimtab.convert.source import ties, without
 from trimtab.convert.steps import saved_mapping_of, saving_steps
 from trimtab.convert.tensors import Mapped, TensorStore, bits, infos_of
@@ -45,8 +48,12 @@ class LiveModel(TensorStore):
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
         tensor, info, device = self._state[name], self.infos[name], "cpu" if self._write else "meta"
+        if self._whole is not None and self._whole[0] != name:
+            self._whole = None
         if name not in self._owner:
-            whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if isinstance(tensor, DTensor):  # gathered once for all its rows
+                self._whole = self._whole or (name, tensor.full_tensor())
+            whole = tensor if self._whole is None else self._whole[1]
             return (whole[rows] if info.shape else whole).to(device)
         out = torch.empty(rows.stop - rows.start, *info.shape[1:], dtype=info.dtype, device=device)
         for (offsets, sizes), owner in self._owner[name].items():
@@ -79,36 +86,38 @@ def _is_regular(tensor: DTensor) -> bool:
     return True
 
 
-def send_all(store: TensorStore) -> None:
-    """The part of the ranks that do not write, while one calls `write_safetensors` for the store of a `LiveModel`."""
-    for name in store.infos:
-        for _ in blocks(store, name):
-            pass
+def send_all(store: TensorStore, shard_bytes: int | str = SHARD_BYTES) -> None:
+    """The part of the ranks that do not write, while one calls `write_safetensors` for the store of a `LiveModel`, and
+    with the same `shard_bytes`. It may write other tensors behind those of the store."""
+    deque(chain.from_iterable(parts(store, planned(store, shard_bytes))), maxlen=0)
 
 
 def save_pretrained(model: Any, folder: Path | str, *, max_shard_size: int | str = "50GB") -> None:
     """Write what `model.save_pretrained(folder)` writes of a whole model in one process, with the same bytes; several
-    files divide the tensors one by one. Every rank must call; rank 0 writes.
+    files divide the tensors one by one. Every rank must call; rank 0 writes. Weights of an earlier save are removed.
 
     Beside its own shard a rank holds a block of one parameter's rows, where transformers gathers each parameter on
     every rank and all of them on rank 0. What peft or a quantizer of transformers is part of is saved by transformers.
-    Raises InputError, on every rank, where the folder cannot be made.
+    Raises InputError, on every rank, where the folder cannot be made or a file not be written.
     """
     model, folder, write = unwrapped(model), Path(folder), not dist.is_initialized() or dist.get_rank() == 0
     if hasattr(model, "peft_config") or getattr(model, "hf_quantizer", None) is not None:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True), None)
+        save = partial(model.save_pretrained, max_shard_size=max_shard_size, is_main_process=write)
+        on_every_rank(lambda: save(folder), None)
         return
-    on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True), None)
-    live, mapping = LiveModel(model, write=write), getattr(model, "_weight_conversions", None)
-    state = without(live, (name for name, shared in ties(model).items() if shared in live.infos))
-    saved = Mapped(state, saving_steps(model, saved_mapping_of(model) if mapping is None else mapping, state))
-    if write:
-        model.config.dtype, model.config.architectures = model.dtype, [type(model).__name__.removeprefix("FSDP")]
+    model.config.dtype, model.config.architectures = model.dtype, [type(model).__name__.removeprefix("FSDP")]
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-        write_safetensors(saved, folder, shard_bytes=max_shard_size, total_parameters=model.num_parameters())
-    else:
-        send_all(saved)
-    if dist.is_initialized():
-        dist.barrier()
+
+    on_first_rank(begin, None)
+    live, mapping = LiveModel(model, write=write), getattr(model, "_weight_conversions", None)
+    state = without(live, (name for name, shared in ties(model).items() if shared in live.infos))
+    saved = Mapped(state, saving_steps(model, saved_mapping_of(model) if mapping is None else mapping, state))
+    facts = {"shard_bytes": max_shard_size, "total_parameters": model.num_parameters(), "read_on": True}
+    act = partial(write_safetensors, saved, folder, **facts) if write else partial(send_all, saved, max_shard_size)
+    on_every_rank(act, None)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -102,7 +104,7 @@ class _FillingPlanner(SavePlanner):
 
 def holds_safetensors(folder: Path) -> bool:
     """True if the folder has weights in this form, whole or not."""
-    return any(name in (SINGLE, INDEX) or _SHARD.fullmatch(name) for name in _names(folder))
+    return any(map(_is_weights, _names(folder)))
 
 
 class SafetensorsFolder(TensorStore):
@@ -168,30 +170,49 @@ class SafetensorsFolder(TensorStore):
             self.infos[name] = TensorInfo(shape=tuple(header.get_shape()), dtype=dtype)
 
 
+def planned(store: TensorStore, shard_bytes: int | str) -> StateDictSplit:
+    """Which tensors go into which file. One above `shard_bytes` has its own, before the one being filled."""
+    return split_torch_state_dict_into_shards({n: i.meta() for n, i in store.infos.items()}, max_shard_size=shard_bytes)
+
+
+def parts(store: TensorStore, plan: StateDictSplit) -> Iterator[Iterator[Tensor]]:
+    """Each tensor in blocks, in the order in which files are written: of ranks, all must read in this one."""
+    return (blocks(store, name) for names in plan.filename_to_tensors.values() for name in names)
+
+
 def write_safetensors(
     store: TensorStore, folder: Path, *, shard_bytes: int | str, done: Callable[[str], None] = lambda name: None,
-    **facts: Any,
+    read_on: bool = False, **facts: Any,
 ) -> None:  # fmt: skip
-    """Write all of `store` into `folder`, in its order, with the bytes of safetensors' own `save_file`.
+    """Write all of `store` into `folder`, in its order, with the bytes of safetensors' own `save_file`. Weights of an
+    earlier save, in files of other names, are removed at the end.
 
     Memory: what the store holds, and a block of rows. facts: for the metadata of the index, if there is one.
-    Raises InputError where a file cannot be written.
+    read_on: before InputError is raised of a file that cannot be written, read the rest, which other ranks send.
     """
-    plan = split_torch_state_dict_into_shards(
-        {name: info.meta() for name, info in store.infos.items()}, max_shard_size=shard_bytes
-    )
-    for file, names in plan.filename_to_tensors.items():
-        header, starts = _header({name: store.infos[name] for name in names})
-        with writing(folder / file), (folder / file).open("wb") as out:
-            out.write(header)
-            for name in names:
-                out.seek(starts[name])
-                for block in blocks(store, name):
-                    out.write(bits(block).numpy().data)
-                done(name)
-    if plan.is_sharded:
-        index = {"metadata": facts | plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    plan = planned(store, shard_bytes)
+    rest = parts(store, plan)
+    part: Iterator[Tensor] = iter(())
+    try:
+        for file, names in plan.filename_to_tensors.items():
+            header, starts = _header({name: store.infos[name] for name in names})
+            with writing(folder / file), (folder / file).open("wb") as out:
+                out.write(header)
+                for name in names:
+                    out.seek(starts[name])
+                    part = next(rest)
+                    for block in part:
+                        out.write(bits(block).numpy().data)
+                    done(name)
+    except Exception:
+        deque(chain(part, chain.from_iterable(rest)) if read_on else (), maxlen=0)
+        raise
+    with writing(folder / INDEX):
+        if plan.is_sharded:
+            index = {"metadata": facts | plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for name in filter(_is_weights, {*_names(folder)} - {*plan.filename_to_tensors, INDEX * plan.is_sharded}):
+            (folder / name).unlink()
 
 
 def blocks(store: TensorStore, name: str) -> Iterator[Tensor]:
@@ -231,3 +252,7 @@ def writing(path: Path) -> Iterator[None]:
 def _names(folder: Path) -> list[str]:
     """File names, links to nothing among them (a cache of the Hub that was cleared in part): opening them says so."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def _is_weights(name: str) -> bool:
+    return name in (SINGLE, INDEX) or _SHARD.fullmatch(name) is not None
