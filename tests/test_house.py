@@ -27,7 +27,7 @@ ROOMS = {
 }  # fmt: skip
 NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
-PACKAGE = (33385, 216)
+PACKAGE = (33380, 216)
 """Lines and files of all rooms together."""
 LAYER = (4930, 37)
 """Lines and files that `import trimtab.moe` loads."""
@@ -59,7 +59,7 @@ CALLS = (165, 24)
 """Calls of our functions in one forward of a layer, and the files that they lie in."""
 UPWARD, CIRCLES, LONG = 0, 0, 0
 """Imports of a room above or beside; groups of modules that import each other; files of more than 300 lines."""
-TESTS = 36230
+TESTS = 36255
 """Lines of tests and helpers."""
 
 
