@@ -269,11 +269,11 @@ class Port:
         losses = [observer.see(run) for observer in self.observers if observer.traced == traced]
         return [loss for loss in losses if loss is not None]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Port:
-        return Port(*self.__reduce__()[1])
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return Port, (self.info, [observer for observer in self.observers if observer.copied])
+        return Port, (self.info, self._copied())
+
+    def _copied(self) -> list[Observer]:
+        return [observer for observer in self.observers if observer.copied]
 
     def add(self, observers: Sequence[Observer]) -> None:
         self.observers = [*self.observers, *observers]
