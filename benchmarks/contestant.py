@@ -68,7 +68,7 @@ class Team:
             with self._log(rank).open("wb") as log:
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "benchmarks.child", str(theirs.fileno())],
-                    env=_environment(contestant, rank, malloc),
+                    env=_environment(contestant, rank, malloc) | {"TMPDIR": self._folder.name},  # goes with it
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
