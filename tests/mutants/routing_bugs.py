@@ -29,7 +29,7 @@ MUTANTS = (
     bug("loads_of_replicas", "every tensor-parallel rank counts the tokens of all of them: loads x TP",
         Edit("parallel.moe:ParallelMoE.forward", "with standing_in(places, summed):\n", """\
 with standing_in(places, summed):
-        out = super().forward(x, token_mask=token_mask, ids=ids)
+        out = super().forward(x, **given)
         if self.shares:
             dist.all_reduce(out.loads_E, group=group)
         return out
