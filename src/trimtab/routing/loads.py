@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import first_line
+from trimtab.extras import install
 
 
 def load_metrics(tokens_per_expert: list[int], dropped: int = 0) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def draw_loads(metrics: Path, png: Path) -> str | None:
     try:
         _draw(metrics, png)
     except ImportError:
-        return "not drawn: matplotlib is missing (pip install 'trimtab[plot]')"
+        return f"not drawn: matplotlib is missing ({install('matplotlib')})"
     except Exception as error:
         return f"not drawn: {first_line(error, typed=True)}"
     return None
