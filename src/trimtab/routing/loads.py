@@ -6,6 +6,7 @@ A file has one line a step, {"step": …, "layers": {name: a record of `load_met
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,7 @@ def draw_loads(metrics: Path, png: Path) -> str | None:
 
 
 def _draw(metrics: Path, png: Path) -> None:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it draws without a home too, and says so at length
     from matplotlib.figure import Figure
 
     totals: dict[str, list[int]] = {}
