@@ -102,10 +102,8 @@ def draw_layout(name: str, title: str, ranks: Sequence[Rank], note: str) -> None
     """ranks: (heading, [(kind, words)]), two beside each other: as wide as a phone."""
     width, line = 188, 40
     box = 34 + line * max(len(parts) for _, parts in ranks)
-    titles, notes = (
-        textwrap.wrap(title.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), 44),
-        textwrap.wrap(note, 56),
-    )
+    titles = textwrap.wrap(title.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), 44)
+    notes = textwrap.wrap(note, 56)
     top = 20 + 22 * len(titles)
     bottom = top + (box + 12) * ((len(ranks) + 1) // 2)
     picture = Picture(40 + 2 * width - 18, bottom + 10 + 19 * len(notes), title)
