@@ -44,8 +44,10 @@ html_title = f"trimtab {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+smartquotes_action = "qe"  # options keep their two dashes
 html_show_sphinx = False
 autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 80
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
@@ -186,7 +188,9 @@ def plain(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[st
             made += [line] if where == "literal" else ["::", "", line]
             where = "literal"
         elif ENTRY.match(line):
-            made += ["", f"* {escaped(line, name)}"]
+            entry, _, words = line.partition(": ")
+            known = set(entry.split(", ")) <= {*parameters(obj)}
+            made += ["", f"* **{entry}** \N{EN DASH} {escaped(words, name)}" if known else f"* {escaped(line, name)}"]
             where = "entry"
         else:
             if where not in ("entry", "body"):
