@@ -1,0 +1,57 @@
+"""Every code block of README.md and docs/ runs, from top to bottom of its page, with what the page installs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from helpers.doc_blocks import FIRST, PAGES, ROOT, Block, blocks_of, extras_of, run_page
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+PROGRAMS = ("python", "sh", "file")
+
+
+def runs(block: Block, minutes: bool = False) -> bool:
+    return block.kind in PROGRAMS and (not block.why or (minutes and block.why == "minutes"))
+
+
+RUN = [page for page, blocks in BLOCKS.items() if any(map(runs, blocks))]
+MINUTES = [page for page, blocks in BLOCKS.items() if any(block.why == "minutes" for block in blocks)]
+
+
+@pytest.fixture(scope="session")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of the command that pages begin with."""
+    folder = tmp_path_factory.mktemp("first")
+    run_page(ROOT / "docs/howto/train.md", folder, [Block("", 1, "sh", FIRST)])
+    return folder / "runs/first"
+
+
+def name(page: Path) -> str:
+    return page.stem
+
+
+@pytest.mark.xdist_group("docs")
+@pytest.mark.parametrize("page", RUN, ids=name)
+def test_the_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path, first: Path) -> None:
+    said = run_page(page, tmp_path, [block for block in BLOCKS[page] if runs(block)], first)
+    print(said[-4000:])
+    lines = {" ".join(line.split()) for line in said.splitlines()}
+    shown = [line for block in BLOCKS[page] if block.name == "printed" for line in block.text.splitlines()]
+    assert [line for line in shown if " ".join(line.split()) not in lines] == []
+
+
+@pytest.mark.docs_full
+@pytest.mark.parametrize("page", MINUTES, ids=name)
+def test_those_that_take_minutes_run_as_well(page: Path, tmp_path: Path, first: Path) -> None:
+    run_page(page, tmp_path, [block for block in BLOCKS[page] if runs(block, minutes=True)], first)
+
+
+def test_those_that_do_not_run_are_programs_and_few() -> None:
+    blocks = [block for found in BLOCKS.values() for block in found]
+    for block in blocks:
+        block.compiles()
+    count = Counter(block.why or ("run" if runs(block) else block.kind) for block in blocks)
+    print(dict(count))
