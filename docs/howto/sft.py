@@ -10,8 +10,9 @@ from trl import SFTConfig, SFTTrainer
 import trimtab.integrations.transformers
 
 trimtab.integrations.transformers.register()
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], experts_implementation="trimtab")
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+folder = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="trimtab")
+tokenizer = AutoTokenizer.from_pretrained(folder)
 trainer = SFTTrainer(
     model=model,
     args=SFTConfig(

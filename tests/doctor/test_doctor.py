@@ -163,7 +163,7 @@ def test_text_is_aligned_and_narrow() -> None:
         Finding("broken", "a longer place", "word " * 60 + "\n  indented", "do this\nthen that"),
     ]
     lines = as_text(findings).splitlines()
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 90
     assert lines[0] == "ok     torch           2.13"
     margin = " " * 23
     assert all(line.startswith(margin) for line in lines[2:])
