@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from helpers.doc_blocks import FIRST, PAGES, ROOT, Block, blocks_of, extras_of, run_page
+from helpers.doc_blocks import FIRST, PAGES, ROOT, Block, blocks_of, run_page
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
-PROGRAMS = ("python", "sh", "file")
 
 
 def runs(block: Block, minutes: bool = False) -> bool:
-    return block.kind in PROGRAMS and (not block.why or (minutes and block.why == "minutes"))
+    why = "" if minutes and block.why == "minutes" else block.why
+    return block.kind in ("python", "sh", "file") and not why
 
 
 RUN = [page for page, blocks in BLOCKS.items() if any(map(runs, blocks))]
@@ -25,16 +25,12 @@ MINUTES = [page for page, blocks in BLOCKS.items() if any(block.why == "minutes"
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of the command that pages begin with."""
     folder = tmp_path_factory.mktemp("first")
-    run_page(ROOT / "docs/howto/train.md", folder, [Block("", 1, "sh", FIRST)])
+    run_page(ROOT / "README.md", folder, [Block("README.md", 1, "sh", FIRST)])
     return folder / "runs/first"
 
 
-def name(page: Path) -> str:
-    return page.stem
-
-
 @pytest.mark.xdist_group("docs")
-@pytest.mark.parametrize("page", RUN, ids=name)
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path, first: Path) -> None:
     said = run_page(page, tmp_path, [block for block in BLOCKS[page] if runs(block)], first)
     print(said[-4000:])
@@ -44,7 +40,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page: Path, tmp_path: Path
 
 
 @pytest.mark.docs_full
-@pytest.mark.parametrize("page", MINUTES, ids=name)
+@pytest.mark.parametrize("page", MINUTES, ids=lambda page: page.stem)
 def test_those_that_take_minutes_run_as_well(page: Path, tmp_path: Path, first: Path) -> None:
     run_page(page, tmp_path, [block for block in BLOCKS[page] if runs(block, minutes=True)], first)
 
@@ -53,5 +49,5 @@ def test_those_that_do_not_run_are_programs_and_few() -> None:
     blocks = [block for found in BLOCKS.values() for block in found]
     for block in blocks:
         block.compiles()
-    count = Counter(block.why or ("run" if runs(block) else block.kind) for block in blocks)
+    count = Counter(block.why.partition("/")[0] or ("run" if runs(block) else block.kind) for block in blocks)
     print(dict(count))
