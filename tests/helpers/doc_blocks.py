@@ -83,7 +83,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Every code block of a page. Raises AssertionError for a block or a mark of no known kind, and for indented code."""
+    """Every code block of a page. Raises AssertionError for a block or mark of no known kind, and for indented code."""
     found, mark, where = [], "", page.relative_to(ROOT).as_posix()
     for token in MarkdownIt("commonmark").parse(page.read_text(encoding="utf-8")):
         if token.type == "html_block":
@@ -108,7 +108,8 @@ def _block(page: str, line: int, language: str, text: str, mark: str) -> Block:
     assert language in ("python", "sh"), place
     if mark.startswith("run: "):
         why = mark.removeprefix("run: ")
-        assert why in REASONS or page.rpartition("/")[2] in (ROOT / why).read_text(encoding="utf-8"), place
+        names = [page, *re.findall(r"\S+\.py", text)]
+        assert why in REASONS or any(Path(name).name in (ROOT / why).read_text() for name in names), place
         return Block(page, line, language, text, why)
     if mark and not mark.startswith("ranks: "):
         assert mark.endswith(".py"), place
@@ -139,9 +140,9 @@ def installed_by(extras: set[str]) -> set[str]:
         if (name, wanted) in seen:
             continue
         seen.add((name, wanted))
-        for requirement in map(Requirement, _requirements(name, wanted)):
-            if requirement.marker is None or any(requirement.marker.evaluate({"extra": e}) for e in wanted | {""}):
-                todo.append((canonicalize_name(requirement.name), frozenset(requirement.extras)))
+        needed = map(Requirement, _requirements(name, wanted))
+        asked = [r for r in needed if not r.marker or any(r.marker.evaluate({"extra": e}) for e in wanted | {""})]
+        todo += [(canonicalize_name(r.name), frozenset(r.extras)) for r in asked]
     return {name for name, _ in seen}
 
 

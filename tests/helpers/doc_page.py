@@ -1,7 +1,7 @@
 """The blocks of one page, one after the other, in the folder that this is started in; the standard library is enough.
 
-python doc_page.py BLOCKS.json, a list of {"kind": "python" | "sh" | "file", "page", "line", "text", "name"}. Under torchrun
-each rank runs the Python, and the first one does the rest.
+python doc_page.py BLOCKS.json: a list of {"kind": "python" | "sh" | "file", "page", "line", "text", "name"}.
+Under torchrun each rank runs the Python, and the first one does the rest.
 """
 
 from __future__ import annotations
