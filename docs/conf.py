@@ -1,18 +1,28 @@
-"""The site: `make docs` builds it strictly. A broken link, a public name that is not documented, or one without a
-docstring fails the build."""
+"""The site: `make docs` builds it strictly. A broken link, a reference to no name, markup that is shown and not read, a
+public name that is not documented, or one without a docstring fails the build."""
 
 from __future__ import annotations
 
+import html
 import importlib
+import logging
 import re
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
+from sphinx.errors import SphinxError
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT / "src"))
+
+# What Megatron says of TransformerEngine and Apex when it is imported is no business of a reader's.
+logging.getLogger("megatron").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine)", category=UserWarning)
 
 import trimtab  # noqa: E402
 
@@ -118,6 +128,46 @@ def undocumented(app: Any, env: Any) -> None:
                 raise RuntimeError(f"{module}.{name} is public and has no docstring")
 
 
+def for_a_phone(app: Any, doctree: Any, page: str) -> None:
+    """Tables of words become a card a row where there is no room; commands in a text keep to one line."""
+    for literal in doctree.findall(nodes.literal):
+        if " -" in literal.astext() and len(literal.astext()) <= 40:
+            literal["classes"].append("whole")
+    for table in doctree.findall(nodes.table):
+        heads = [entry.astext() for head in table.findall(nodes.thead) for entry in head.findall(nodes.entry)]
+        rows = [
+            list(row.findall(nodes.entry)) for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)
+        ]
+        letters = sum(len(entry.astext()) for row in rows for entry in row)
+        if len(heads) > 4 or letters <= 22 * len(heads) * len(rows):
+            continue
+        table["classes"].append("words")
+        for row in rows if len(heads) > 2 else []:
+            for head, entry in zip(heads[1:], row[1:], strict=True):
+                if head and entry.children:
+                    entry[0].insert(0, nodes.inline(text=f"{head}: ", classes=["head"]))
+
+
+UNREAD = re.compile(
+    r"`|\]\(|\w\([\w/.#-]+\.md\)|\{(?:py:)?\w+\}`|:\w+:`|(?<!\w)\*\*\w|\w\*\*(?!\w)|^ *\|.*\|$", re.MULTILINE
+)
+SHOWN_AS_IT_IS = re.compile(r"<(pre|code|script|style|dt)\b.*?</\1>", re.DOTALL)
+
+
+def unread(app: Any, failed: Exception | None) -> None:
+    """Fail where a page shows markup: a backtick, half of a link, a row of a table."""
+    seen = []
+    for page in [] if failed or app.builder.format != "html" else sorted(Path(app.outdir).rglob("*.html")):
+        body = page.read_text().partition("<article")[2].partition("</article>")[0]
+        text = html.unescape(re.sub(r"<[^>]+>", "", SHOWN_AS_IT_IS.sub("", body)))
+        near = (text[max(0, found.start() - 30) : found.end() + 30] for found in UNREAD.finditer(text))
+        seen += [f"{page.relative_to(app.outdir)}: {' '.join(words.split())}" for words in near]
+    if seen:
+        raise SphinxError("markup that is shown, not read:\n  " + "\n  ".join(seen))
+
+
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", plain, priority=100)
     app.connect("env-check-consistency", undocumented)
+    app.connect("doctree-resolved", for_a_phone)
+    app.connect("build-finished", unread)

@@ -92,7 +92,13 @@ def test_the_speeds_are_those_of_the_pages() -> None:
     pages = ["intel-amx.md", "amd-zen5.md", "amd-zen4.md"]
     for page in pages:
         assert f"benchmarks/results/{page}): {span([page], 'bf16', False)}" in README
+    modes = ("forward", "forward+backward")
+    few, own = (
+        "; ".join(column("overhead.md", f"{mode} | {who} |", 3) for mode in modes)
+        for who in ("trimtab in transformers", "trimtab's MoE")
+    )
     quoted = {
+        "overhead.md": f"{few}, and trimtab's `MoE` {own}",
         "step.md": column("step.md", "step | trimtab |", 3),
         "adapters.md": column("adapters.md", "forward+backward | trimtab under peft", 3),
         "megatron.md": column("megatron.md", "forward+backward | trimtab, alltoall", 3),
