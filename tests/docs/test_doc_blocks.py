@@ -75,6 +75,7 @@ def test_every_block_is_accounted_for() -> None:
     whys = ["another test" if block.why.endswith(".py") else block.why for block in blocks]
     count = Counter(why or ("run" if runs(block) else block.kind) for why, block in zip(whys, blocks, strict=True))
     print(dict(count))
+    assert [page for page in RUN if "pip install" not in page.read_text(encoding="utf-8")] == []
     assert {why: count[why] for why in MARKED} == MARKED
     assert count["run"] >= RUN_AT_LEAST
     assert set(count) == {*MARKED, "run", "output", "site", "installs"}
