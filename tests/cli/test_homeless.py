@@ -78,16 +78,16 @@ def test_without_numpy_torch_s_warning_of_it_is_not_repeated(command: str, tmp_p
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("--verison", "unrecognized arguments: --verison; is it --version? (see trimtab --help)"),
+        ("--verison", "unrecognized arguments: --verison (see trimtab --help)"),
         ("convert --verison", "unrecognized arguments: --verison (see trimtab convert --help)"),
         ("convert src dst --ot=dcp", "unrecognized arguments: --ot=dcp (see trimtab convert --help)"),
         (
             "convert a --layuot x b",
-            "unrecognized arguments: --layuot; is it --layout? (see trimtab convert --help)",
+            "unrecognized arguments: --layuot (see trimtab convert --help)",
         ),
         ("train --verison", "unrecognized arguments: --verison (see trimtab train --help)"),
-        ("doctor --place", "unrecognized arguments: --place; is it --places? (see trimtab doctor --help)"),
-        ("verify --quik", "unrecognized arguments: --quik; is it --quick? (see trimtab verify --help)"),
+        ("doctor --place", "unrecognized arguments: --place (see trimtab doctor --help)"),
+        ("verify --quik", "unrecognized arguments: --quik (see trimtab verify --help)"),
         ("", "the following arguments are required: COMMAND (see trimtab --help)"),
         ("convert src --to dcp", "the following arguments are required: DST (see trimtab convert --help)"),
     ],

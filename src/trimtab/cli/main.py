@@ -16,7 +16,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NoReturn
@@ -41,23 +40,16 @@ class _Parser(argparse.ArgumentParser):
         self.given = args or ()
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(self._unknown(unknown))
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        # Of a misspelled option and of what is missing, maybe because of it, the option is the one to name.
-        options = [word for word in self.given if word.startswith("-") and word.lstrip("-")[:1].isalpha()]
-        unknown = [word for word in options if word.partition("=")[0] not in self._known()]
-        if unknown and message.startswith("the following arguments are required"):
-            message = self._unknown(unknown)
+        if message.startswith("the following arguments are required"):  # maybe for want of one that is misspelled
+            known = [*re.findall(r"(?<![\w-])-[\w-]+", self.format_usage()), "--help"]
+            options = [word for word in self.given if word.startswith("-") and word.lstrip("-")[:1].isalpha()]
+            if unknown := [word for word in options if word.partition("=")[0] not in known]:
+                message = f"unrecognized arguments: {' '.join(unknown)}"
         self.exit(2, f"trimtab: {message} (see {self.prog} --help)\n")
-
-    def _unknown(self, words: Sequence[str]) -> str:
-        near = dict.fromkeys(name for word in words for name in get_close_matches(word, self._known(), 1, 0.75))
-        return f"unrecognized arguments: {' '.join(words)}" + (f"; is it {', '.join(near)}?" if near else "")
-
-    def _known(self) -> list[str]:
-        return ["--help", *re.findall(r"(?<![\w-])--?[a-z][a-z-]*", self.format_usage())]
 
 
 def build_parser() -> argparse.ArgumentParser:

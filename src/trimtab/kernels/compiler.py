@@ -281,6 +281,6 @@ def _run(command: list[str], folder: Path) -> None:
         if done.returncode < 0:
             told += [f"it was ended by signal {-done.returncode}; 9 often means that memory ran out"]
         text = "\n".join([said, *(told or [f"exit code {done.returncode}, and not a word"])])
-        raise OSError(text) if full_disk(folder) else BackendError(text)
+        raise OSError(text.rpartition("\n")[2]) if full_disk(folder) else BackendError(text)
     if not Path(command[-1]).is_file():
         raise BackendError(f"{said}\nit ended well and did not write {command[-1]}")
