@@ -86,10 +86,10 @@ def draw_loads(metrics: Path, png: Path) -> str | None:
 
 
 def _draw(metrics: Path, png: Path) -> None:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it draws without a home too, and says so at length
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it draws without a home too, and says so at length
     totals: dict[str, list[int]] = {}
     steps: list[int] = []
     vio: dict[str, list[float]] = {}
