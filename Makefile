@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help train test check lint house wheel try-wheel verify megatron-check replicated-check peers gpu-check gpu-bench bench docs clean
+.PHONY: help train test check lint house wheel try-wheel verify megatron-check replicated-check docs-check peers gpu-check gpu-bench bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -63,6 +63,9 @@ megatron-check: $(VENV)/ready  ## trimtab in Megatron-Core 0.16 and 0.19, every 
 
 replicated-check: $(VENV)/ready  ## replicated experts on 2, 4 and 8 ranks: every transport, layout, kind and way to run
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 -m replicated_full tests/parallel
+
+docs-check: $(VENV)/ready  ## every code block of the documentation, those that take minutes included
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 -m "" -rP tests/docs
 
 peers: $(VENV)/ready  ## judge other libraries' MoE layers, each in .peers at its own version; writes docs/peers.md
 	PYTHONPATH=tests DS_BUILD_OPS=0 $(BIN)/python -m peers --fetch

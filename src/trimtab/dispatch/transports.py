@@ -29,8 +29,10 @@ from trimtab.guard.guard import Guard
 class Auto(OverGroup):
     """`SharedMemory` where the ranks can use it, else `AllToAll`; the same one on every rank.
 
-    chosen: which, from the first exchange on. why: why not shared memory; empty if it is that. `group` and `guard` as
-    for `AllToAll`.
+    chosen: which, from the first exchange on. why: why not shared memory; empty if it is that.
+
+    Args:
+        group, guard: as in `AllToAll`.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:

@@ -48,7 +48,8 @@ def lora_config(
 
     Args:
         model: of transformers, before `get_peft_model`; may be on the meta device, or sharded.
-        rank: r. alpha: the scale is alpha / r; 2 r if not given.
+        rank: r, the width of the adapters.
+        alpha: the scale is alpha / r; 2 r if not given.
         targets: each is "experts" (routed ones, all their weights), "attention", "router" or "shared"; or the end of a
             name of linear layers or of parameters, as peft takes it.
         options: more fields of `LoraConfig`.
