@@ -236,5 +236,5 @@ def _check_names(config: TrainConfig) -> None:
         raise ConfigError(f"--optim {config.optim}: the Trainer has no such optimizer, but {', '.join(known)}")
     for name in config.report_to:
         if name not in (found := get_available_reporting_integrations()):
-            there = ", ".join(found) or "none"
-            raise ConfigError(f"--report-to {name}: not installed here; there is {there} {install(name)}".rstrip())
+            there = f"there is {', '.join(found) or 'none'}"
+            raise ConfigError(f"--report-to {name}: not installed here; {install(name) or there}")
