@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from helpers.convert_case import assert_same, build, tensors_of
+from helpers.memory import MB, peak_of
 from helpers.model_ranks import begin
 from helpers.ranks import run_ranks
 from helpers.reshard_case import Layout, Model
 from trimtab.convert import files
+from trimtab.convert import tensors as in_blocks
 from trimtab.convert.export import LiveModel
 from trimtab.convert.tensors import TensorStore, infos_of
 from trimtab.errors import InputError
@@ -38,7 +40,7 @@ class Held(TensorStore):
 
 @pytest.mark.parametrize("block", [8, 40, 1 << 24])
 def test_files_have_the_bytes_of_safetensors_own(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BLOCK_BYTES", block)
+    monkeypatch.setattr(in_blocks, "BLOCK_BYTES", block)
     g, names = torch.Generator().manual_seed(0), ["b.10", "b.9", "é", "Z", "_", 'q"', "a", "10", "ü", "b", "c", "x/y"]
     shapes = [(), (0,), (3,), (5, 2), (2, 3, 2), (4, 0, 2)]
     for shift, shape in enumerate(shapes):
@@ -69,7 +71,7 @@ def saved_on_ranks(folder: Path, ep: int) -> None:
     integration.register()
     config = DistributedConfig(ep_size=ep, fsdp_size=dist.get_world_size(), ep_implementation="trimtab")
     DTensor.full_tensor = None  # type: ignore[assignment, method-assign]  # nobody gathers
-    files.BLOCK_BYTES = 300
+    in_blocks.BLOCK_BYTES = 300
     (folder / "file").touch()
     for i in range(len(FAMILIES)):
         model = AutoModelForCausalLM.from_pretrained(
@@ -103,7 +105,7 @@ def saved_odd_on_ranks(folder: Path) -> None:
     from trimtab.integrations.transformers import save_pretrained
 
     begin()
-    files.BLOCK_BYTES = 300
+    in_blocks.BLOCK_BYTES = 300
     mesh, model = init_device_mesh("cpu", (2,)), build("qwen3_moe")
     if dist.get_rank() == 0:
         model.save_pretrained(folder / "true")
@@ -175,12 +177,6 @@ def test_rows_of_any_layout_come_to_the_writer_alone(writer: int) -> None:
 
 
 E, D, F, LAYERS = 16, 512, 1024, 4
-MB = 2**20
-
-
-def resident(what: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(text.partition(f"{what}:")[2].split()[0]) * 1024
 
 
 def peaks_on_ranks(folder: Path) -> list[int]:
@@ -190,7 +186,7 @@ def peaks_on_ranks(folder: Path) -> list[int]:
     from trimtab.train.weights import open_source, write_model
 
     begin()
-    mesh, first, held = init_device_mesh("cpu", (2,)), dist.get_rank() == 0, []
+    mesh, first = init_device_mesh("cpu", (2,)), dist.get_rank() == 0
     model = build("qwen3_moe", experts=E, hidden_size=D, moe_intermediate_size=F, num_hidden_layers=LAYERS)
     if first:
         model.save_pretrained(folder / "base")
@@ -205,15 +201,8 @@ def peaks_on_ranks(folder: Path) -> list[int]:
             del param, local
     (folder / "final").mkdir(exist_ok=True)
     save_pretrained(build("qwen3_moe"), folder / "small")  # code that is loaded by the first call
-    for write in (
-        lambda: save_pretrained(model, folder / "saved"),
-        lambda: write_model(model, source, folder / "final", dtype="bfloat16", write=first),
-    ):
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
-        write()
-        held.append(resident("VmHWM") - before)
-    return held
+    saved = peak_of(lambda: save_pretrained(model, folder / "saved"))
+    return [saved, peak_of(lambda: write_model(model, source, folder / "final", dtype="bfloat16", write=first))]
 
 
 def test_a_rank_holds_little_beside_its_shard(tmp_path: Path) -> None:
