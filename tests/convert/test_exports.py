@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from helpers.convert_case import assert_same, build, tensors_of
+from helpers.convert_case import assert_same, build, logits, rewrite_config, tensors_of
 from helpers.memory import MB, peak_of
 from helpers.model_ranks import begin
 from helpers.ranks import run_ranks
 from helpers.reshard_case import Layout, Model
 from trimtab.convert import files
 from trimtab.convert import tensors as in_blocks
+from trimtab.convert.convert import convert
 from trimtab.convert.export import LiveModel
 from trimtab.convert.tensors import TensorStore, infos_of
 from trimtab.errors import InputError
@@ -136,6 +137,42 @@ def test_a_tensor_above_the_shard_size_and_what_fails_on_the_writer_alone(tmp_pa
     attention = [f"model.layers.0.self_attn.{name}_proj.weight" for name in ("v", "o")]
     assert in_files[attention[0]] > in_files[attention[1]]  # the second is above the size, and comes first
     assert_same(state, tensors_of(tmp_path / "saved"))  # and no shard is left of the earlier saves
+
+
+CUSTOM = {
+    "sizes.py": "from transformers import Qwen3MoeConfig\nclass OwnConfig(Qwen3MoeConfig):\n"
+    "    model_type = 'own_moe'\n",
+    "layers.py": "from transformers import Qwen3MoeForCausalLM\nfrom .sizes import OwnConfig\n",
+    "whole.py": "from .layers import OwnConfig, Qwen3MoeForCausalLM\n"
+    "class OwnModel(Qwen3MoeForCausalLM):\n    config_class = OwnConfig\n",
+}
+"""A model's own code: its files, the last two of which import one before."""
+
+
+def test_a_models_own_code_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers copies it: what `auto_map` names and what that imports; a conversion carries it, too."""
+    from transformers import AutoModelForCausalLM, dynamic_module_utils
+
+    from trimtab.integrations.transformers import save_pretrained
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    base = tmp_path / "base"
+    build("qwen3_moe").save_pretrained(base)
+    for name, text in CUSTOM.items():
+        (base / name).write_text(text)
+    named = {"AutoConfig": "sizes.OwnConfig", "AutoModelForCausalLM": "whole.OwnModel"}
+    rewrite_config(base, model_type="own_moe", auto_map=named, architectures=["OwnModel"])
+    model = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True)
+    model.save_pretrained(tmp_path / "theirs")
+    save_pretrained(model, tmp_path / "ours")
+    theirs, ours = ({p.name: p.read_bytes() for p in (tmp_path / at).iterdir()} for at in ("theirs", "ours"))
+    assert {*CUSTOM} < {*ours}
+    assert ours == theirs
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", trust_remote_code=True)
+    assert torch.equal(logits(again), logits(model))
+    rewrite_config(base, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"])  # as transformers knows it
+    there = convert(base, tmp_path / "dcp", to="dcp").folder
+    assert {*CUSTOM} < {*convert(there, tmp_path / "back", to="safetensors").files}
 
 
 LAYOUTS = [Layout(ep=2, data="ddp"), Layout(ep=2, data="fsdp"), Layout(ep=2, data="hsdp"), Layout(ep=4, data="ddp"),
