@@ -29,7 +29,7 @@ TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """Suffixes that `datasets` reads, with the builder for each."""
 COMPRESSED = (".gz", ".zst")
 SNIFF_BYTES = 4096
-PIECE_CHARS = 1 << 18
+PIECE_CHARS = 1 << 16
 EXPECTED = "`text`, `messages`, `conversations`, or `prompt` and `completion`"
 _RECORD = re.compile(rb'\s*\[?\s*\{[^{}\[\]]*"(text|messages|conversations|prompt|completion)"\s*:')
 
@@ -103,7 +103,9 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}:{number}"
-                yield place, _parsed(line.removeprefix(codecs.BOM_UTF8), place, "one object per line")
+                row = _parsed(line.removeprefix(codecs.BOM_UTF8), place, "one object per line")
+                del line  # it may be long
+                yield place, row
 
 
 def _parsed(text: bytes, place: str, expected: str) -> Any:
