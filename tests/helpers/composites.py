@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as IMAGE_TEXT
 
-from helpers.family_config import rope, tiny_config
+from helpers.family_config import EXPERTS, rope, tiny_config
+from trimtab.integrations.transformers.composite import REFUSED, language_model_class
+from trimtab.train.config import TrainConfig
+from trimtab.train.plan import Plan, plan_run
 from trimtab.train.presets import byte_tokenizer
+from trimtab.train.session import run_session
 
 TOWER: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model"), 32),
@@ -43,6 +51,16 @@ TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "step3p7": ("step3p7", {"pad_token_id": 1}),  # not optional there
 }
 """By family: what its text part is called among families with a class for it, and fields that it needs."""
+FAMILIES = (
+    "aria", "deepseek_ocr2", "ernie4_5_vl_moe", "glm4v_moe", "glm5_next", "hy_v4_vl", "inkling2", "inkling2_loop",
+    "inkling_mm_model", "kimi_k25", "minimax_m3_vl", "mistral4", "mistral_large4", "muse_spark", "nemotron_h_omni",
+    "qwen3_omni_moe_thinker", "qwen3_vl_moe", "unlimited_ocr", "internvl",
+)  # fmt: skip
+"""Those that are trained."""
+ALL = "experts,attention"
+RENAMED = {"deepseek_ocr2": ALL, "unlimited_ocr": ALL, "mistral_large4": "experts"}
+"""By family: targets whose adapters peft renames as it loads them."""
+RATE = 0.5
 SIZES = {
     **dict.fromkeys(("vocab_size", "unpadded_vocab_size"), 264),
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_hidden_size", "moe_intermediate_size"), 64),
@@ -63,20 +81,26 @@ def tiny_tower(config: Any) -> Any:
     return config
 
 
-def composite_config(family: str, **text: Any) -> Any:
-    """A tiny configuration of a family of the image-text registry, for the byte tokenizer; text: of its text part."""
-    from transformers import CONFIG_MAPPING
-
+def composite_config(family: str) -> Any:
+    """A tiny configuration of a family of the image-text registry, for the byte tokenizer."""
     plain = CONFIG_MAPPING[family]()
-    name, fields = TEXT.get(family, (family, {}))
-    fields = SIZES | fields | text
+    name, fields = TEXT.get(family, ("qwen3_moe" if _is_wrapper(family) else family, {}))
+    fields = SIZES | fields
     if "text_config" not in plain.sub_configs:
         return _tiny_text(type(plain), name, fields)
-    made = _tiny_text(type(plain.text_config), name, fields).to_dict()
+    kind = CONFIG_MAPPING[name] if _is_wrapper(family) else type(plain.text_config)
+    made = _tiny_text(kind, name, fields).to_dict()
     towers = {part: getattr(plain, part) for part in plain.sub_configs if part != "text_config"}
     parts = {part: tiny_tower(tower).to_dict() for part, tower in towers.items() if tower is not None}
     own = {part: SIZES["hidden_size"] for part in PROJECTED if part in plain.__dict__}
     return type(plain)(text_config=made, **parts, **own)
+
+
+def _is_wrapper(family: str) -> bool:
+    """True if the text part may be of any family, and is one without experts where nothing else is said."""
+    config = CONFIG_MAPPING[family]()
+    chosen = config.sub_configs.get("text_config") is AutoConfig
+    return chosen and not any(hasattr(config.text_config, field) for field in EXPERTS)
 
 
 def _tiny_text(cls: type, family: str, fields: dict[str, Any]) -> Any:
@@ -84,13 +108,11 @@ def _tiny_text(cls: type, family: str, fields: dict[str, Any]) -> Any:
     return tiny_config(cls, family, **{name: value for name, value in fields.items() if name in known})
 
 
-def save_composite(family: str, folder: Path, **text: Any) -> Path:
+def save_composite(family: str, folder: Path) -> Path:
     """A checkpoint of `composite_config`, the byte tokenizer and a file of a processor."""
-    from transformers import AutoModelForImageTextToText
-
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(composite_config(family, **text), dtype=torch.float32)
+        model = AutoModelForImageTextToText.from_config(composite_config(family), dtype=torch.float32)
         for parameter in model.parameters():  # routers of some families begin with ties
             nn.init.normal_(parameter, 0.0, 0.1) if parameter.ndim >= 2 else parameter.data.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
@@ -99,8 +121,63 @@ def save_composite(family: str, folder: Path, **text: Any) -> Path:
     return folder
 
 
-FAMILIES = (
-    "aria", "deepseek_ocr2", "ernie4_5_vl_moe", "glm4v_moe", "glm5_next", "hy_v4_vl", "inkling2", "inkling2_loop",
-    "inkling_mm_model", "kimi_k25", "minimax_m3_vl", "mistral4", "mistral_large4", "muse_spark", "nemotron_h_omni",
-    "qwen3_omni_moe_thinker", "qwen3_vl_moe", "unlimited_ocr",
-)  # fmt: skip
+def _wraps_experts(family: str) -> bool:
+    """True if a text part of Qwen3-MoE is taken, and alone has the logits of the whole model."""
+    ids = torch.arange(100, 110)[None]
+    try:
+        config = composite_config(family)
+        whole = AutoModelForImageTextToText.from_config(config).eval()
+        part = language_model_class(config).from_config(config).eval()
+        missing = part.load_state_dict(whole.state_dict(), strict=False).missing_keys
+        found, wanted = (model(input_ids=ids).logits for model in (part, whole))
+    except Exception:  # of the many kinds that such a text part, or a package, is missing
+        return False
+    assert not missing, family
+    assert torch.equal(found, wanted), family
+    return True
+
+
+def listed() -> str:
+    """The lists of docs/howto/train.md, of the registry that is installed."""
+    alone = [name for name in IMAGE_TEXT if name not in CAUSAL]
+    sparse = [n for n in alone if any(hasattr(CONFIG_MAPPING[n]().get_text_config(), field) for field in EXPERTS)]
+    wrappers = [name for name in alone if _is_wrapper(name) and _wraps_experts(name)]
+    unrun = [name for name in sparse if name not in REFUSED and name not in FAMILIES]
+    lost = {what: [name for name in FAMILIES if RENAMED.get(name) == what] for what in (ALL, "experts")}
+    rows = {
+        "Trained": [name for name in sparse if name in FAMILIES],
+        "Trained, where they wrap a language model with experts, as InternVL does Qwen3-MoE": wrappers,
+        "Refused, for transformers runs their experts by code of their own": unrun,
+        "Trained, but adapters are refused, for peft renames them as it loads them": lost[ALL],
+        "Trained, but adapters of experts are refused, for peft renames them as it loads them": lost["experts"],
+        **{f"Refused, for {why}": [name] for name, why in REFUSED.items()},
+    }
+    said = (f"* {what}: {', '.join(f'`{name}`' for name in sorted(names))}." for what, names in rows.items())
+    return "\n".join(textwrap.fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in said)
+
+
+def options(base: Path, text: Path, out: Path, **more: Any) -> TrainConfig:
+    """Two steps of SGD."""
+    values: dict[str, Any] = {"seq_len": 32, "batch_size": 2, "max_steps": 2, "optim": "sgd", "lr": RATE, "warmup": 0}
+    values |= {"scheduler": "constant_with_warmup", "weight_decay": 0.0}
+    return TrainConfig(model=str(base), data=(str(text),), out=str(out), **values | more)
+
+
+def train_composite(base: Path, text: Path, out: Path, **more: Any) -> Plan:
+    """Run `trimtab train` with `options` in this process."""
+    plan = plan_run(options(base, text, out, **more), 1)
+    run_session(plan, prepared=False)
+    return plan
+
+
+def load_whole(folder: Path, **more: Any) -> Any:
+    """By transformers alone: every tensor has a place, and every place a tensor."""
+    model, report = AutoModelForImageTextToText.from_pretrained(
+        folder, experts_implementation="eager", output_loading_info=True, **more
+    )
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model
+
+
+if __name__ == "__main__":
+    print(listed())

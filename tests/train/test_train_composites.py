@@ -11,17 +11,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
 
-from helpers.composites import FAMILIES, save_composite
+from helpers.composites import FAMILIES, RATE, listed, load_whole, options, save_composite, train_composite
+from helpers.forked import run_forked
+from helpers.train_runs import assert_same_bits, assert_same_run
+from trimtab.errors import ConfigError
+from trimtab.integrations.transformers.composite import language_model_class
 from trimtab.train.assistant_spans import IGNORED
-from trimtab.train.config import TrainConfig
+from trimtab.train.models import keeps_documents_apart, mask_by_positions
 from trimtab.train.packing import RankBlocks
-from trimtab.train.plan import Plan, plan_run
+from trimtab.train.plan import plan_run
+from trimtab.train.resume import resumed
 from trimtab.train.session import run_session
 
 pytestmark = pytest.mark.xdist_group("train_composites")
-LR = 0.5
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -29,29 +32,11 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return save_composite(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def run(base: Path, text: Path, out: Path, **more: Any) -> Plan:
-    """Two steps of SGD, in this process."""
-    values: dict[str, Any] = {"seq_len": 32, "batch_size": 2, "max_steps": 2, "optim": "sgd", "lr": LR, "warmup": 0}
-    values |= {"scheduler": "constant_with_warmup", "weight_decay": 0.0}
-    plan = plan_run(TrainConfig(model=str(base), data=(str(text),), out=str(out), **values | more), 1)
-    run_session(plan, prepared=False)
-    return plan
-
-
-def load_whole(folder: Path) -> Any:
-    """By transformers alone: every tensor has a place, and every place a tensor."""
-    model, report = AutoModelForImageTextToText.from_pretrained(
-        folder, experts_implementation="eager", output_loading_info=True
-    )
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-    return model
-
-
 def test_the_text_part_learns_as_in_the_whole_model(base: Path, text: Path, tmp_path: Path) -> None:
-    plan = run(base, text, tmp_path / "run")
+    plan = train_composite(base, text, tmp_path / "run")
     whole, trained = load_whole(base).train(), load_whole(tmp_path / "run/final").state_dict()
     before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-    sgd = torch.optim.SGD(whole.parameters(), lr=LR)
+    sgd = torch.optim.SGD(whole.parameters(), lr=RATE)
     rows = iter(RankBlocks(plan.blocks(), batch=2, rank=0, size=1, seed=0))
     for _ in range(2):
         batch = list(islice(rows, 2))
@@ -82,3 +67,58 @@ def _nll(whole: Any, row: dict[str, torch.Tensor]) -> torch.Tensor:
     real = int(row["real"].sum()) if "position_ids" in row else len(row["real"])  # what fills up is apart there
     logits = whole(input_ids=row["input_ids"][None, :real], use_cache=False).logits[0].float()
     return F.cross_entropy(logits[:-1], row["labels"][1:real], ignore_index=IGNORED, reduction="sum")
+
+
+def test_documents_of_one_row_are_apart(base: Path) -> None:
+    """Where `trimtab train` packs; the whole model has them one by one."""
+    whole = load_whole(base)
+    part = language_model_class(whole.config).from_pretrained(base, experts_implementation="eager")
+    if not keeps_documents_apart(part):
+        return
+    mask_by_positions(part)
+    ids, sizes = torch.arange(100, 126).reshape(2, 13), (6, 7)
+    positions = torch.cat([torch.arange(size) for size in sizes]).expand(2, -1)
+    with torch.no_grad():
+        packed = part(input_ids=ids, position_ids=positions, use_cache=False).logits
+        apart = [whole(input_ids=rows, use_cache=False).logits for rows in ids.split(sizes, 1)]
+    torch.testing.assert_close(packed, torch.cat(apart, 1), atol=1e-5, rtol=1e-5)
+
+
+FEW = ("qwen3_vl_moe", "ernie4_5_vl_moe")
+"""A family like most, and one that has experts of images among those of text."""
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_one_and_one_step_are_two(family: str, text: Path, tmp_path: Path) -> None:
+    base = save_composite(family, tmp_path / "base")
+    adam: dict[str, Any] = {"optim": None, "lr": 0.01, "save_every": 1}
+    train_composite(base, text, tmp_path / "whole", **adam)
+    train_composite(base, text, tmp_path / "parts", **adam, stop_after=1)
+    assert not (tmp_path / "parts/final").exists()
+    run_session(plan_run(resumed({"resume": str(tmp_path / "parts")}), 1), prepared=False)
+    assert_same_bits(tmp_path / "parts", tmp_path / "whole", 2)
+
+
+@pytest.mark.parametrize("family", ["glm4v_moe", "aria"])
+def test_two_ranks_have_the_numbers_of_one_process(family: str, text: Path, tmp_path: Path) -> None:
+    """Their experts shared out; what is not trained has its bits."""
+    base = save_composite(family, tmp_path / "base")
+    train_composite(base, text, tmp_path / "alone")
+    run_forked(options(base, text, tmp_path / "pair", ep=2, batch_size=1), 2)
+    assert_same_run(tmp_path / "pair", tmp_path / "alone")
+    ours, theirs, old = (load_file(tmp_path / f / "model.safetensors") for f in ("pair/final", "alone/final", "base"))
+    assert ours.keys() == theirs.keys() == old.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
+        assert torch.equal(ours[name], old[name]) == torch.equal(value, old[name]), name
+
+
+def test_experts_that_transformers_runs_itself_are_refused_by_name(text: Path, tmp_path: Path) -> None:
+    base = save_composite("step3p7", tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"Step3p7ForConditionalGeneration has no experts that transformers hands"):
+        train_composite(base, text, tmp_path / "run")
+
+
+def test_the_page_lists_every_family_of_the_registry() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs/howto/train.md").read_text(encoding="utf-8")
+    assert listed() in page, "PYTHONPATH=tests python -m helpers.composites prints what docs/howto/train.md is to list"

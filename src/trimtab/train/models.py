@@ -18,6 +18,7 @@ from trimtab.integrations.transformers.lora import lora_config
 from trimtab.integrations.transformers.quantized import allocate_params
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
 from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig, experts_in
+from trimtab.integrations.transformers.summary import own_name
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
 
@@ -34,7 +35,7 @@ def inspect(model: str, attn: str | None = None) -> Any:
             skeleton = language_model_class(config).from_config(config, attn_implementation=attn)
     except ConfigError as error:
         raise ConfigError(f"--model {model}: {error}") from None
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, AttributeError) as error:
         if attn is not None:
             raise ConfigError(f"--attn {attn}: {first_line(error)}") from error
         raise ConfigError(f"--model {model}: not a causal language model ({first_line(error)})") from error
@@ -127,10 +128,23 @@ def _check_adapters(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
             )
     if config.quantize and mesh.ep == 1 and mesh.tp > 1:
         raise ConfigError(f"--quantize with --tp {mesh.tp} and --ep 1: codes are sharded by expert alone; give --ep 2")
-    _quantized_skeleton(model, config)
-    _lora_config(model, config)
+    _check_names(trained_skeleton(model, config))
     if config.model not in PRESETS:
         whole_model(model, Path(config.model))
+
+
+def _check_names(model: Any) -> None:
+    """Raise ConfigError for adapters that peft would not find again: it takes the names in its files through the
+    renamings of the model's checkpoints, and some families' rename what has its name already."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    loaded = set_peft_model_state_dict(model, get_peft_model_state_dict(model, save_embedding_layers=False))
+    if lost := [name.partition(".lora_")[0] for name in loaded.missing_keys if ".lora_" in name]:
+        raise ConfigError(
+            f"--lora: of adapters of {type(model.get_base_model()).__name__} peft renames those of "
+            f"{own_name(lost[0])} and the like as it loads them, and would run without; leave them out of "
+            "--lora-targets, or train without --lora"
+        )
 
 
 def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:

@@ -6,6 +6,7 @@ model without its towers and projectors, under the whole model's names. Called w
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import transformers
@@ -25,7 +26,7 @@ them together with those of text, so they are built, and frozen."""
 def language_model_class(config: Any) -> Any:
     """The class whose `from_config` and `from_pretrained` build the language model in a configuration.
 
-    Raises ConfigError for a family of `REFUSED`, and for one that has no language model.
+    Raises ConfigError for a family of `REFUSED`, one without a language model, and one that takes no text alone.
     """
     kind, name = type(config), config.model_type
     if kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -34,7 +35,12 @@ def language_model_class(config: Any) -> Any:
         raise ConfigError(f"{name} is not trained: {REFUSED[name]}")
     if kind not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         raise ConfigError(f"{name} has no language model among transformers' causal and image-text models")
-    return text_part(transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind])
+    whole = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+    arguments = [*inspect.signature(whole.forward).parameters.values()][1:]
+    needed = [a.name for a in arguments if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD]
+    if needed and needed != ["input_ids"]:
+        raise ConfigError(f"{name} is not trained: it takes no text without {', '.join(needed)}")
+    return text_part(whole)
 
 
 def text_part(whole: Any) -> Any:
