@@ -115,9 +115,10 @@ def _parsed(text: bytes, place: str, expected: str) -> Any:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
     from datasets.utils import logging
 
+    disable_progress_bars()
     logging.set_verbosity(logging.CRITICAL)
     kind = kind_of(path)
     options = {"keep_default_na": False} if kind == ".csv" else {}  # else "NA" and empty texts would be None

@@ -109,8 +109,10 @@ def _find(name: str, path: Path, split: str | None) -> Group:
 
 def _of_split(name: str, folder: Path, records: list[Path], split: str | None) -> Group:
     """The files of one split, by the names that `datasets` tells splits by; the others are counted as unread."""
+    from datasets import disable_progress_bars
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
+    disable_progress_bars()
     try:
         found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
     except EmptyDatasetError:
