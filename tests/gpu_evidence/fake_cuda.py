@@ -106,7 +106,7 @@ def fake_cuda(watch: Watch) -> Iterator[None]:
     if sys.modules.get("triton", "") is not None and importlib.util.find_spec("triton"):
         from triton.runtime.jit import JITFunction
 
-        JITFunction.run = lambda self, *args, **kwargs: watch.launched(f"triton.{self.__name__}")
+        JITFunction.run = lambda self, *args, **kwargs: watch.launched(f"triton {self.__name__}")
     made = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -35,20 +35,20 @@ class Budget(NamedTuple):
 
 
 WITH_TRITON = {
-    "experts": Budget(69, 59),
-    "experts, triton": Budget(11, 13),
-    "experts, bias": Budget(82, 87),
-    "experts, geglu": Budget(69, 59),
-    "router": Budget(70),
-    "router, groups": Budget(113),
-    "plan": Budget(40),
+    "experts": Budget(9, 12),
+    "experts, triton": Budget(8, 10),
+    "experts, bias": Budget(24, 36),
+    "experts, geglu": Budget(9, 12),
+    "router": Budget(11),
+    "router, groups": Budget(23),
+    "plan": Budget(3),
     "replicas": Budget(206),
-    "layer": Budget(154, 67),
-    "all-to-all": Budget(165, 82, waits=1),
-    "all-to-all, ordered": Budget(196, 91, waits=1),
-    "linear": Budget(19, 20),
+    "layer": Budget(35, 20),
+    "all-to-all": Budget(102, 33, waits=1),
+    "all-to-all, ordered": Budget(133, 41, waits=1),
+    "linear": Budget(19, 16),
 }
-ALONE = {"experts": Budget(69, 59), "plan": Budget(40), "layer": Budget(154, 67)}
+ALONE = {"experts": Budget(28, 31), "plan": Budget(14), "layer": Budget(54, 39)}
 """Without Triton."""
 
 
