@@ -108,7 +108,9 @@ def write_tensors(
     """A checkpoint of whole tensors, written by one process without a process group: ROOT/step-<step>.
 
     Args:
+        root: the folder of the checkpoints.
         tensors: by key, "model.<name>".
+        step: optimizer steps taken.
         experts, extra: as in `Index`.
         files: small files that go beside it, by name ("config.json").
 

@@ -51,10 +51,14 @@ BESIDE = "bitsandbytes"  # for linear layers
 
 
 class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Routed experts in a format of `trimtab.experts.quantized`: "nf4" or "int8" for weights that are read and encoded;
-    a checkpoint whose codes were saved may say another. Experts modules in `modules_to_not_convert`, by the ends of
-    their names, keep their weights. rest: transformers' `BitsAndBytesConfig`, or what a file has of it, for linear
-    layers.
+    """Routed experts in a format of `trimtab.experts.quantized`, as `quantization_config=` of `from_pretrained`.
+
+    Args:
+        format: "nf4" or "int8" for weights that are read and encoded; a checkpoint whose codes were saved may say
+            another.
+        modules_to_not_convert: experts modules, by the ends of their names, that keep their weights.
+        rest: transformers' `BitsAndBytesConfig`, or what a file has of it, for linear layers.
+        kwargs: as saved.
 
     Raises:
         ConfigError: there is no such format, or no encoder for it, or another kind of config for the rest.
@@ -230,6 +234,10 @@ def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer
 
 def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
     """Put codes in the place of all routed experts' weights of a model, layer by layer; returns the model.
+
+    Args:
+        model: of transformers.
+        name: "nf4" or "int8".
 
     Raises:
         ConfigError: there is no encoder for the format, its blocks do not divide the experts' inputs, or the model has
