@@ -65,14 +65,15 @@ class MoEConfig:
     """One MoE layer. `build` makes it, with all experts on this rank.
 
     Args:
-        dim, hidden: D and F.
+        dim: D, the width of a token.
+        hidden: F, the width inside an expert.
         router: the routing decision; its weight is built in float32 at least. Casting it is fine: logits are computed
             in float32.
-        activation, bias, main_grad, delay_wgrad, recipe, kernels: as in `ExpertMLP`.
-        shared_hidden: hidden dim of the shared experts together, 0 for none. shared_gate: a gate per token on them.
+        activation, bias, main_grad, delay_wgrad, recipe, kernels, dtype, device: as in `ExpertMLP`.
+        shared_hidden: hidden dim of the shared experts together, 0 for none.
+        shared_gate: whether each token has a gate on the shared experts.
         latent_dim: tokens are projected to so many dims before dispatch and back after combine; experts live there.
         combine: as in `Dispatcher`.
-        dtype, device: of the parameters, the default ones if not given.
 
     Raises:
         ConfigError: sizes, names, flags or a dtype that no layer can have, a router, recipe or kernels that are none,
@@ -113,7 +114,14 @@ class MoEConfig:
             raise ConfigError("shared_gate=True is a gate on shared experts: set shared_hidden")
 
     def build(self, layer: str = "") -> MoE:
-        """The module. layer: its name, for errors. Raises BackendError where the recipe cannot run on the device."""
+        """The module.
+
+        Args:
+            layer: its name, for errors.
+
+        Raises:
+            BackendError: the recipe cannot run on the device.
+        """
         return MoE(self, layer)
 
 
@@ -130,6 +138,10 @@ class MoE(nn.Module):
     kernels of one's own, a generator for jitter.
 
     Under activation checkpointing hand in `context_fn=trimtab.replay_in_recompute`.
+
+    Args:
+        config: sizes and options.
+        layer: the layer's name, for errors.
     """
 
     def __init__(self, config: MoEConfig, layer: str = "") -> None:

@@ -39,6 +39,12 @@ class Router(nn.Module):
     A stage of torch.distributed.pipelining that is not given `input_args` and `output_args` runs a first forward and
     backward on memory that nobody has set: its tokens are counted, and raise where they are not finite.
 
+    Args:
+        config: the routing decision.
+        dim: D, the width of a token.
+        dtype, device: as in `ExpertMLP`.
+        layer: the layer's name, for errors.
+
     Raises:
         ConfigError: `dim` is no size, or `dtype` none of parameters.
     """
@@ -110,7 +116,7 @@ class Router(nn.Module):
         """Route this rank's tokens. `losses` takes the balance losses of what comes out.
 
         Args:
-            x_TD: in float64, float32, bfloat16 or float16.
+            x_TD: tokens, in float64, float32, bfloat16 or float16.
             token_mask_T: bool, True for a real token; the others are not read.
             ids_TK: decisions to replay instead of making them; scores, weights and losses stay live.
             batch: sequences among the tokens, which come in the order (sequence, position).

@@ -37,7 +37,7 @@ class MoELayer(MegatronMoELayer):  # type: ignore[misc]
     `use(spec, router="trimtab")`. Ranks may have any number of tokens. Padding does not travel, and gets 0.
 
     Args:
-        config, submodules, layer_number, pg_collection, and whatever more there is: Megatron's.
+        config, submodules, layer_number, pg_collection, args, kwargs: as Megatron's MoELayer takes it.
         options: as in `TokenDispatcher`.
 
     Raises:

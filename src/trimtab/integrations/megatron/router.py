@@ -45,7 +45,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     Every rank of the group tp_dp_cp must call while training, once per forward and in the same order; nothing is
     exchanged where no loss has a coefficient. Logits are computed in float32 at least. Jitter is for training alone.
 
-    Args: TopKRouter's.
+    Args:
+        config, pg_collection, kwargs: as Megatron's TopKRouter takes it.
 
     Raises:
         ConfigError: the configuration asks for what this router does not have.

@@ -43,10 +43,10 @@ def use(
             modules give them.
         experts: trimtab's experts; False keeps those of the spec behind our exchange. Or a spec that takes their place,
             as `trimtab.integrations.megatron.linears.grouped_mlp()`.
-        router: whose routers. Both have the same parameters and state dict; see `Router` for what differs. With ours
-            layers are of a subclass, which tells it of packs.
-        transport: a name in `trimtab.dispatch.transports.TRANSPORTS`, the same on every rank.
-        combine: as in `trimtab.dispatch.dispatcher.Dispatcher`.
+        router: whose routers, "megatron" or "trimtab". Both have the same parameters and state dict; see `Router`. With
+            ours layers are of a subclass, which tells it of packs.
+        transport: as in `trimtab.ExpertParallel`.
+        combine: as in `trimtab.Dispatcher`.
 
     Raises:
         ConfigError: the spec has no MoE layer, or one of another class than Megatron's own; no such name.
@@ -121,7 +121,11 @@ class GPTLayer(TellsPacks, TransformerLayer):  # type: ignore[misc]
 
 
 def gpt_spec(**ours: Any) -> Any:
-    """A layer spec that fits the configuration it is built with. ours: as in `use`."""
+    """A layer spec that fits the configuration it is built with.
+
+    Args:
+        ours: keywords of `use`.
+    """
     return ModuleSpec(module=GPTLayer, params={"ours": ours})
 
 
