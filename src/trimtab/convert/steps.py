@@ -109,6 +109,20 @@ def saved_mapping_of(model: Any) -> list[Any]:
     return [transform for transform in mapping if not isinstance(transform, PrefixChange)]
 
 
+def moved_rows(mapping: Iterable[Any]) -> list[str]:
+    """Names that transforms make of other rows than those at their own place, experts apart: transformers runs them on
+    a rank's shard of each source as on the whole, and such a shard comes out wrong, or of another shape."""
+
+    def moves(converter: Any) -> bool:
+        operations = converter.operations
+        if isinstance(operations[0], MergeModulelist):
+            return False
+        turned = any(isinstance(each, Transpose) or getattr(each, "dim", None) == 0 for each in operations)
+        return turned or len(converter.source_patterns) > 1
+
+    return [t.target_patterns[0] for t in mapping if isinstance(t, WeightConverter) and moves(t)]
+
+
 def loading_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list[Step]:
     """Steps that make the model's state of a checkpoint's tensors.
 
