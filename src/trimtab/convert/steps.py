@@ -125,11 +125,9 @@ def moved_rows(mapping: Iterable[Any]) -> list[str]:
     a rank's shard of each source as on the whole, and such a shard comes out wrong, or of another shape."""
 
     def moves(converter: Any) -> bool:
-        operations = converter.operations
-        if isinstance(operations[0], MergeModulelist):
-            return False
-        turned = any(isinstance(each, Transpose) or getattr(each, "dim", None) == 0 for each in operations)
-        return turned or len(converter.source_patterns) > 1
+        first, several = converter.operations[0], len(converter.source_patterns) > 1
+        turned = any(isinstance(each, Transpose) or getattr(each, "dim", None) == 0 for each in converter.operations)
+        return not isinstance(first, MergeModulelist) and (turned or several)
 
     return [t.target_patterns[0] for t in mapping if isinstance(t, WeightConverter) and moves(t)]
 

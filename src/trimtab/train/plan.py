@@ -155,8 +155,7 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
     source = None if preset else open_source(folder, skeleton, config.drop)
     tokenizer = load_tokenizer(config.model)
     check_model(config, skeleton, mesh, tokenizer)
-    if source is not None:
-        check_sharded(source.mapping, skeleton, mesh)
+    check_sharded(source.mapping if source else (), skeleton, mesh)
     rewritten = preset or (config.quantize != "keep" and quantization(folder))
     checkpoint = Path(config.out) / INIT if rewritten else folder
     return Plan(asked, config, mesh, skeleton, tokenizer, checkpoint, source, groups, eval_groups)
