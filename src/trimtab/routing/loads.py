@@ -6,12 +6,14 @@ A file has one line a step, {"step": …, "layers": {name: a record of `load_met
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import first_line
+from trimtab.extras import install
 
 
 def load_metrics(tokens_per_expert: list[int], dropped: int = 0) -> dict[str, Any]:
@@ -77,13 +79,14 @@ def draw_loads(metrics: Path, png: Path) -> str | None:
     try:
         _draw(metrics, png)
     except ImportError:
-        return "not drawn: matplotlib is missing (pip install 'trimtab[plot]')"
+        return f"not drawn: matplotlib is missing ({install('matplotlib')})"
     except Exception as error:
         return f"not drawn: {first_line(error, typed=True)}"
     return None
 
 
 def _draw(metrics: Path, png: Path) -> None:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it draws without a home too, and says so at length
     from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 

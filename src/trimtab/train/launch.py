@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trimtab.errors import ConfigError, PeerLost, PhaseTimeout, TrimtabError, first_line
+from trimtab.extras import lacking
 from trimtab.processes import Interrupted, cores, group_size, module_arguments, signals_raise
 from trimtab.train.config import TrainConfig
 from trimtab.train.plan import DATA, Plan, plan_run
@@ -173,7 +174,7 @@ def _die_with(parent: int) -> None:
 def _fail(error: Exception, config: TrainConfig, *, launched: bool) -> NoReturn:
     rank = int(os.environ.get("RANK", 0))
     expected = isinstance(error, TrimtabError)
-    message = str(error) if expected else first_line(error, typed=True)
+    message = str(error) if expected else first_line(error, typed=True) + lacking(error)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         follows = isinstance(error, (PeerLost, PhaseTimeout))
         word = {"message": message, "timestamp": int(time.time()), "expected": expected, "follows": follows}

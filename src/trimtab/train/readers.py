@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import InputError, first_line
+from trimtab.errors import InputError, TrimtabError, first_line
+from trimtab.extras import required
 from trimtab.train.messages import NO_ANSWER, cleaned, decoded, read_messages
 
 LINES = (".jsonl", ".ndjson")
@@ -115,14 +116,12 @@ def _parsed(text: bytes, place: str, expected: str) -> Any:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    from datasets import load_dataset
-    from datasets.utils import logging
-
-    logging.set_verbosity(logging.CRITICAL)
+    datasets = required("datasets", f"{path}: a table", "train")
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     kind = kind_of(path)
     options = {"keep_default_na": False} if kind == ".csv" else {}  # else "NA" and empty texts would be None
     with tempfile.TemporaryDirectory(prefix="trimtab-") as locks, _naming(path):
-        found = load_dataset(
+        found = datasets.load_dataset(
             TABLES[kind], data_files=[str(path)], split="train", streaming=True, cache_dir=locks, **options
         )
         for number, row in enumerate(found, start=1):
@@ -141,8 +140,8 @@ def opened(path: Path) -> Iterator[Any]:
     """Open a file's bytes, decompressed. Raises InputError where it cannot be read, or not to its end."""
     with _naming(path):
         if path.suffix in COMPRESSED:
-            import pyarrow  # whose readers, unlike others, say where a stream ends early
-
+            # Its readers, unlike others, say where a stream ends early.
+            pyarrow = required("pyarrow", f"{path}: a compressed file", "train")
             with pyarrow.input_stream(str(path), compression="detect") as file:
                 yield io.BufferedReader(file)
         else:
@@ -155,7 +154,7 @@ def _naming(path: Path) -> Iterator[None]:
     """Whatever pandas, pyarrow or a decompressor raises becomes an InputError that names the file."""
     try:
         yield
-    except InputError:
+    except TrimtabError:
         raise
     except Exception as error:
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or first_line(error)})") from None

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from trimtab.autograd import once_differentiable
 from trimtab.errors import BackendError, ConfigError
+from trimtab.extras import install
 from trimtab.integrations.transformers.quantized import WEIGHTS
 from trimtab.integrations.transformers.summary import kinds, own_name
 
@@ -61,7 +62,7 @@ def lora_config(
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise BackendError(f"adapters need peft (pip install 'trimtab[peft]'): {error}") from error
+        raise BackendError(f"adapters need peft ({install('peft')}): {error}") from error
     known = adaptable(model)
     chosen: dict[str, str] = {}
     for target in targets:

@@ -74,6 +74,7 @@ def allocate_params(module: nn.Module, name: str) -> None:
         if (f.ins and f.outs == 1 and ins % f.ins) or ins % f.per_byte:
             raise ConfigError(
                 f"{name} has blocks of {f.ins or f.per_byte} inputs, and {type(module).__name__}.{weight} has {ins}"
+                + ("; int8 takes any number" if f.quantize else "")
             )
         if f.outs > 1 and weight == "gate_up_proj" and (outs // 2) % f.outs:
             raise ConfigError(
