@@ -63,7 +63,7 @@ class Rollout:
 
 
 def told(model, records):
-    """The model, called with any number of sequences: each takes the experts of its record."""
+    """The model, called with some sequences: each takes the experts of its record."""
     left = iter(records)
 
     def call(**batch):
