@@ -50,13 +50,14 @@ def write_dcp(
 
 
 def read_dcp(
-    folder: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False
-) -> None:
+    folder: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False,
+    planner: DefaultLoadPlanner | None = None,
+) -> None:  # fmt: skip
     """Fill the tensors in place, each with what this rank holds of it. Keys, shapes and dtypes were checked before.
 
     Every rank of the group must call, each with its keys; `alone` as for `write_dcp`.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = planner or DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     no_dist = alone or not dist.is_initialized()
     with errors_of(folder, reading=True):
         dcp_load(

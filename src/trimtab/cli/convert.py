@@ -30,7 +30,7 @@ With a family's layout a router's weight and bias of 16 bits become float32, and
 the same values in another dtype. Every other tensor comes back bit for bit.
 
 Optimizer state has no place in safetensors and is left behind. Needs one process, no GPU, and memory for the largest
-layer's experts three times over (MALLOC_MMAP_THRESHOLD_=65536 has glibc return the rest).
+tensor, as a layer's gate and up of all experts.
 """
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.errors import InputError
-from trimtab.train.messages import LEARNED, MASKED, REASONING
+from trimtab.train.messages import LEARNED, MASKED, REASONING, USUAL
 from trimtab.train.readers import tokens
 
 IGNORED = -100
@@ -47,11 +47,17 @@ def encode_chat(
     """Tokenize one conversation and label the answers: each once, with the token that ends its turn.
 
     Yields one piece, or one for each context if the template rewrites earlier turns; none without an answer to learn.
-    Raises InputError where there is no template, it refuses the messages or renders one as nothing, or for a flag of
-    another value.
+    Raises InputError where there is no template, it refuses the messages or renders one as nothing, for a role that
+    nobody names, or for a flag of another value.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
+    for number, role in enumerate((message["role"] for message in messages), 1):
+        if role not in USUAL and not re.search(rf"""["']{re.escape(role)}["']""", str(tokenizer.chat_template)):
+            raise InputError(
+                f"{place}: message {number} has the role `{role}`; roles are {', '.join(USUAL)}, and those that the "
+                "chat template names"
+            )
     turns = [i for i, message in enumerate(messages) if _is_learned(message, f"{place}: message {i + 1}")]
     if not turns:
         return
@@ -98,11 +104,14 @@ class Conversation:
     place: str
 
     def chains(self, turns: list[int]) -> Iterator[list[Answer]]:
-        """Yield the answers of `turns`. Those of a chain lie in its last one's text, each in its own context."""
+        """Yield the answers of `turns`. Those of a chain lie in its last one's text, each in its own context; it alone
+        has a text."""
         chain: list[Answer] = []
         for turn in turns:
             answer = self._answer(turn)
-            if chain and answer.text[: chain[-1].end] != chain[-1].text[: chain[-1].end]:
+            if chain and answer.text.startswith(chain[-1].text[: chain[-1].end]):
+                chain[-1] = replace(chain[-1], text="")  # a text for each turn would be turns times the conversation
+            elif chain:
                 yield chain
                 chain = []
             chain.append(answer)
@@ -132,7 +141,7 @@ class Conversation:
             )
         except Exception as error:  # the template is the user's program: whatever it raises is about their data
             raise InputError(f"{self.place}: the chat template refused the messages: {error}") from error
-        return str(text).encode("utf-8", "replace").decode()
+        return re.sub("[\ud800-\udfff]", "?", str(text))
 
     def _tried(self, messages: Messages, *, prompt: bool = False) -> str | None:
         """The text, or None where the template refuses, as many do what does not begin with a user."""

@@ -29,7 +29,7 @@ TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """Suffixes that `datasets` reads, with the builder for each."""
 COMPRESSED = (".gz", ".zst")
 SNIFF_BYTES = 4096
-PIECE_CHARS = 1 << 18
+PIECE_CHARS = 1 << 16
 EXPECTED = "`text`, `messages`, `conversations`, or `prompt` and `completion`"
 _RECORD = re.compile(rb'\s*\[?\s*\{[^{}\[\]]*"(text|messages|conversations|prompt|completion)"\s*:')
 
@@ -103,7 +103,9 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}:{number}"
-                yield place, _parsed(line.removeprefix(codecs.BOM_UTF8), place, "one object per line")
+                row = _parsed(line.removeprefix(codecs.BOM_UTF8), place, "one object per line")
+                del line  # it may be long
+                yield place, row
 
 
 def _parsed(text: bytes, place: str, expected: str) -> Any:
@@ -117,6 +119,7 @@ def _parsed(text: bytes, place: str, expected: str) -> Any:
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     datasets = required("datasets", f"{path}: a table", "train")
+    datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     kind = kind_of(path)
     options = {"keep_default_na": False} if kind == ".csv" else {}  # else "NA" and empty texts would be None

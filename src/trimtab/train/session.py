@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
+import signal
+import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,18 +21,20 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from trimtab.checkpoint.folder import UNFINISHED
+from trimtab.checkpoint.ranks import on_every_rank, on_first_rank
 from trimtab.convert.files import writing
 from trimtab.convert.merge import CONFIG, TENSORS
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.summary import summary
-from trimtab.processes import leave_group
+from trimtab.processes import Interrupted, first_signal_noted, leave_group
 from trimtab.routing.loads import draw_loads
+from trimtab.train.autosave import remove_unasked
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import load_model, mask_by_positions, whole_model, with_adapters
 from trimtab.train.out_folder import make_room
 from trimtab.train.plan import Plan
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, closing_words, resume_command
+from trimtab.train.report import CHECKPOINTS, FINAL, HEATMAP, MERGED, METRICS, closing_words, resume_command
 from trimtab.train.resume import advice
 from trimtab.train.weights import open_source, write_merged, write_model
 
@@ -39,7 +45,9 @@ LONGEST = timedelta(hours=2)
 def run_session(plan: Plan, *, prepared: bool) -> None:
     """Train as this process's rank (the only one, where the environment names none) and save.
 
-    prepared: True where a launcher on this machine has made the output folder.
+    prepared: True where a launcher on this machine has made the output folder. Raises Interrupted, on every rank, where
+    any has got a signal and the run has ended after that step, saved; a second signal ends this process as it would
+    without.
     """
     if not plan.config.debug:
         logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # DTensor's advice on gathering to save
@@ -55,15 +63,20 @@ def run_session(plan: Plan, *, prepared: bool) -> None:
                 _barrier()
             plan = plan.with_steps()
             trainer = _build(plan, rank)
-            done, steps = _take_steps(trainer, plan), plan.config.max_steps or 0
-            missing = None
-            if done == steps:
-                if rank == 0:  # first: with its model the run is finished
-                    missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
-                _save(trainer.model, plan, rank)
+            autosave, steps, missing = trainer.checkpoints.autosave, plan.config.max_steps or 0, None
+            with first_signal_noted(autosave.signals, lambda _: _say_stopping(rank)):
+                done = _take_steps(trainer, plan)
+                if done == steps:
+                    if rank == 0:  # first: with its model the run is finished
+                        missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
+                    _save(trainer.model, plan, rank)
+                    if rank == 0 and plan.config.keep is None:
+                        remove_unasked(plan.out / CHECKPOINTS, math.inf)
         finally:
             if dist.is_initialized():
                 leave_group()
+        if autosave.stop and done != steps:
+            raise Interrupted(autosave.signals[0] if autosave.signals else signal.SIGTERM)
         if rank == 0 and done != steps:
             command = resume_command(plan.out, world)
             print(f"stopped after step {done} of {steps}; go on with: {command}", flush=True)
@@ -71,6 +84,13 @@ def run_session(plan: Plan, *, prepared: bool) -> None:
             unit = "byte" if plan.config.model in PRESETS else "token"
             seconds = time.perf_counter() - began
             print(*closing_words(plan.out, unit, seconds, missing), sep="\n", flush=True)
+
+
+def _say_stopping(rank: int) -> None:
+    """From a signal handler, where `print` may be in the middle of its own work."""
+    if rank == 0:
+        with contextlib.suppress(OSError):
+            os.write(2, b"\ntrimtab: the run ends once this step is done and saved; a second signal ends it at once\n")
 
 
 def _join_world() -> None:
@@ -92,7 +112,7 @@ def _barrier() -> None:
 
 
 def _build(plan: Plan, rank: int) -> MoETrainer:
-    if rank == 0:
+    if rank == 0 and sys.stderr.isatty():
         transformers_logging.enable_progress_bar()
     model = load_model(plan.checkpoint, plan.config, plan.mesh)
     transformers_logging.disable_progress_bar()
@@ -117,17 +137,20 @@ def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
 
 def _save(model: Any, plan: Plan, rank: int) -> None:
     """Write `final/`: the checkpoint that the run began with, its weights trained; or the adapters, and before them
-    `merged/`, where that is asked for. Every rank must call."""
+    `merged/`, where that is asked for. Every rank must call; all raise what fails on the one that writes."""
     config, skeleton, first = plan.config, plan.skeleton, rank == 0
     unfinished, half = (plan.out / f"{name}{UNFINISHED}" for name in (FINAL, MERGED))
     source = plan.source  # opened as the run began, whatever has become of its folder
     if source is None or source.folder != plan.checkpoint:
         source = open_source(plan.checkpoint, skeleton, config.drop)
-    try:
+
+    def begin() -> None:
         with writing(unfinished):
+            unfinished.mkdir()
+
+    def write() -> None:
+        with _advising(plan), writing(unfinished):
             if not config.frozen:
-                if first:
-                    unfinished.mkdir()
                 write_model(model, source, unfinished, dtype=config.save_dtype, write=first)
             elif first:
                 write_adapter(model, unfinished, base=str(plan.checkpoint.resolve()), dtype=config.save_dtype)
@@ -138,10 +161,19 @@ def _save(model: Any, plan: Plan, rank: int) -> None:
                     print(f"adapter names are those of {named}, the whole model", flush=True)
             if first:
                 unfinished.rename(plan.out / FINAL)
+
+    if not config.frozen:
+        on_first_rank(begin, None)
+    on_every_rank(write, None)
+
+
+@contextlib.contextmanager
+def _advising(plan: Plan) -> Iterator[None]:
+    try:
+        yield
     except InputError as error:
         left = advice(plan.out, plan.mesh.world)
         raise InputError(f"{error}; {left}" if left else str(error)) from error
-    _barrier()
 
 
 def write_adapter(model: Any, folder: Path, *, base: str, dtype: str | None) -> None:

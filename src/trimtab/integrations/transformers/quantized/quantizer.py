@@ -187,6 +187,7 @@ def allocate_experts(model: nn.Module, modules: list[nn.Module], name: str) -> N
         raise ConfigError("fsdp_mixed_precision would round the scales of codes: pass dtype='bfloat16' instead")
     for module in modules:
         allocate_params(module, name)
+        module.register_forward_pre_hook(keep_others_out)
         module._is_hf_initialized = True  # type: ignore[assignment]  # what was not read is not drawn
 
 
@@ -197,6 +198,12 @@ def check_ours(modules: list[nn.Module], name: str) -> None:
             f"experts as codes are run by trimtab: pass experts_implementation='trimtab' to from_pretrained, or call "
             f"model.set_experts_implementation('trimtab') before ({name})"
         )
+
+
+def keep_others_out(module: nn.Module, args: Any) -> None:
+    """A hook before the forward: raise ConfigError where another implementation was set since, and codes are left."""
+    if hasattr(module, MARK):
+        check_ours([module], getattr(module, MARK)[0])
 
 
 def check_rest(method: Any) -> None:
@@ -256,6 +263,7 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
     for module in found:
         for weight, _ in list(weights_in(module)):
             quantize_param(module, weight, name)
+        module.register_forward_pre_hook(keep_others_out)
     if isinstance(model, PreTrainedModel):
         mark_quantized(model, config, theirs)
     return model
