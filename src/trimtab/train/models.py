@@ -166,7 +166,7 @@ def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
     from transformers.distributed import DistributedConfig
 
     trimtab.integrations.transformers.register(
-        IMPLEMENTATION, replicate_experts=config.tolerance, copy_cost=config.copy_cost
+        IMPLEMENTATION, replicate_experts=config.tolerance, copy_cost=config.copy_cost, kernels=config.kernels
     )  # fmt: skip
     options: dict[str, Any] = {}
     if config.quantize not in (None, "keep"):
