@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from trimtab.routing.recompute import replay_in_recompute as replay_in_recompute
     from trimtab.routing.replay import Decisions as Decisions
     from trimtab.routing.router import Router as Router
+    from trimtab.routing.sequences import sequence_ids as sequence_ids
 
 __version__ = "0.2.0"
 

@@ -313,6 +313,16 @@ def test_a_token_across_the_border_and_tokenizers_without_offsets() -> None:
     assert learned(slow, KINDS["two"]) == ["Aone</s>", "Atwo</s>"]
 
 
+def test_a_role_that_the_template_names_is_one() -> None:
+    tok = byte_tokenizer()
+    tok.chat_template = tok.chat_template.replace(
+        "{% for message in messages %}",
+        "{% for message in messages %}{% if message['role'] == 'critic' %}!{% endif %}",
+        1,
+    )
+    assert learned(tok, [user("x"), {"role": "critic", "content": "z"}, said("y")]) == ["y<|end|>"]
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
@@ -323,6 +333,8 @@ def test_a_token_across_the_border_and_tokenizers_without_offsets() -> None:
             "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}", KINDS["one"],
             "message 1 (user): the chat ",
         ),
+        (None, [user("x"), {"role": "asistant", "content": "y"}], "message 2 has the role `asistant`; roles are sys"),
+        (None, [{"role": "critic", "content": "x"}, user("x"), said("y")], "message 1 has the role `critic`"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_place(template: str | None, messages: Any, reason: str) -> None:

@@ -134,8 +134,10 @@ TWICE = {**ADDED, "tool_calls": ADDED["tool_calls"] * 2}
         ([{"role": "tool_call", "content": json.dumps(ADD)}] * 2, [TWICE]),
         ([{"role": "tool_call", "content": json.dumps(ADD), "loss": n} for n in (0, 1)],
          [{**ADDED, "loss": 0}, {**ADDED, "loss": 1}]),
-        ([{"role": "tool_call", "content": None}, {"role": "tool_call", "content": json.dumps(ADD)}],
-         [{"role": "assistant", "content": "", "train": False}, ADDED]),
+        ([{"role": "Assistant", "content": "a"}], [{"role": "assistant", "content": "a"}]),
+        ([{"from": "GPT", "value": "a"}], [{"role": "assistant", "content": "a"}]),
+        ([{"role": " Function_Call ", "content": json.dumps(ADD)}], [ADDED]),
+        ([{"from": "gpt", "content": "a"}], [{"role": "assistant", "content": "a"}]),
         ([{"role": "function_call", "content": json.dumps([ADD, {"function": ADD}])}], [
             {**ADDED, "tool_calls": [ADDED["tool_calls"][0], {"function": ADD}]},
         ]),
@@ -157,8 +159,9 @@ def test_what_is_odd_is_counted_and_said_once(tmp_path: Path) -> None:
     """An answer that says nothing, whatever it thinks, is not learned; keys and roles that nobody knows are named."""
     empty = [
         {"role": "assistant", "content": content, **more}
-        for content in (None, "", " \n", "<think>\nhm\n</think>\n", [])
+        for content in ("", " \n", "<think>\nhm\n</think>\n", [], None)
         for more in ({}, {"tool_calls": []}, {"reasoning": "hm", "mood": 1})
+        if content is not None or more
     ]
     words = {"role": "assistant", "content": "so", "mood": "good", "name": "a", "loss": True, "thinking": "hm"}
     critic = {"role": "critic", "content": "\0 \ud800", "reasoning": "hm"}
@@ -169,14 +172,50 @@ def test_what_is_odd_is_counted_and_said_once(tmp_path: Path) -> None:
         assert len(learned) == ("'so'" in str(record.messages))
         report.see(record)
     assert sorted(report.odd) == sorted([
-        f"15 answer(s) without words or calls, left out (first in {path}:1)",
+        f"14 answer(s) without words or calls, left out (first in {path}:1)",
         f"6 message(s) with the unknown key `mood` (first in {path}:1)",
         f"1 message(s) with the unknown key `reasoning` (first in {path}:2)",
         f"1 message(s) of the role `critic`, not learned (first in {path}:2)",
         f"1 byte(s) that are not UTF-8, read as \ufffd (first in {path}:2)",
         f"1 NUL character(s) (first in {path}:2)",
     ])  # fmt: skip
-    assert "; odd: 15 answer(s)" in report.summary()
+    assert "; odd: 14 answer(s)" in report.summary()
+
+
+def test_results_without_a_call_and_roles_in_other_cases_are_said(tmp_path: Path) -> None:
+    result = {"role": "tool", "content": "1"}
+    lines = [
+        of_messages(ADDED, result, result),
+        of_messages(result),
+        of_messages({"from": "GPT", "value": "a"}, result),
+    ]
+    lines += [json.dumps({"prompt": [{"role": "User", "content": "?"}, ADDED], "completion": [result, ADDED]})]
+    path = write(tmp_path, a_jsonl="".join(lines)) / "a.jsonl"
+    odd = [+record.odd for record in read_records([path], 0, lambda: False)]
+    orphan = "message(s) of the role tool without a call before"
+    assert odd == [
+        Counter(),
+        Counter({orphan: 1}),
+        Counter({"message(s) of the role `GPT`, read as gpt": 1, orphan: 1}),
+        Counter({"message(s) of the role `User`, read as user": 1}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_a_message_that_says_nothing_is_named_in_any_kind_of_file(tmp_path: Path, name: str) -> None:
+    """In a table a missing `content` is None. The file beside it is well, and so are the rows before."""
+    good = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
+    rows = [{"messages": good}] * 3 + [{"messages": [good[0], {"role": "assistant", "content": None}]}]
+    path = tmp_path / name
+    if name == "a.parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if name == "a.json" else "\n".join(map(json.dumps, rows)))
+    write(tmp_path, b_jsonl=json.dumps(rows[0]) + "\n")
+    with pytest.raises(InputError) as error:
+        read(tmp_path)
+    assert str(error.value).startswith(f"{path}:4: " if name == "a.jsonl" else f"{path}: row 4: ")
+    assert "role `assistant` has neither `content` nor `tool_calls`" in str(error.value)
 
 
 def test_what_is_odd_in_a_prompt_is_counted(tmp_path: Path) -> None:
@@ -231,6 +270,17 @@ def test_bytes_that_are_no_text_are_counted_wherever_they_lie(tmp_path: Path, na
         (of_messages({"role": "assistant", "function_call": '"add"'}), "has no `name`"),
         (of_messages({"role": "tool_call", "content": "add(1)"}), "`tool_call` is a string that is not JSON"),
         (of_messages({"role": "assistant", "content": "a", "reasoning": 5}), "the `reasoning` of a message"),
+        ('{"messages": [{"role": "user"}]}', "role `user` has neither `content` nor `tool_calls`"),
+        (of_messages({"role": "assistant"}), "role `assistant` has neither"),
+        (of_messages({"role": "assistant", "content": None, "name": "a"}), "role `assistant` has neither"),
+        (of_messages({"role": "assistant", "value": "a"}), "role `assistant` has neither"),
+        (of_messages({"role": "tool", "tool_call_id": "1"}), "role `tool` has neither"),
+        (of_messages({"role": "tool_call", "content": None}), "role `tool_call` has neither"),
+        (of_messages({"role": "Assistant"}), "role `assistant` has neither"),
+        (of_messages({"from": "gpt"}, key="conversations"), "role `gpt` has neither"),
+        (of_messages({"role": "user", "content": {"type": "image"}}), "a part of the type image"),
+        (of_messages({"role": "user", "content": True}), "`content` of a message"),
+        ('{"prompt": [{"role": "user"}], "completion": [{"role": "assistant", "content": "a"}]}', "`user` has neither"),
         ('{"prompt": "x", "completion": []}', "a `completion` of the type list"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 from trimtab.errors import ConfigError, first_line
 from trimtab.extras import required
 from trimtab.processes import Interrupted
-from trimtab.train.config import OPTIONS, TrainConfig, flag_of
+from trimtab.train.config import FIXED, OPTIONS, TrainConfig, flag_of
 from trimtab.train.launch import launch
-from trimtab.train.report import CHECKPOINTS, FINAL, METRICS
+from trimtab.train.report import CHECKPOINTS, FINAL, METRICS, finished
 from trimtab.train.resume import advice, resumed
 
 HELP = "train or fine-tune a MoE model"
@@ -46,12 +47,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; returns 0, or 128 + the signal that ended the run. Errors are raised."""
+    """Train; returns 0, also where there is nothing left to do, or 128 + the signal that ended the run. Errors are
+    raised."""
     if options.config is not None:
         own = options.arguments[options.arguments.index("train") + 1 :]
         options = options.parser.parse_args([*_from_file(Path(options.config)), *own])
     names = {field.name for field in OPTIONS} | {"debug"}
     given = {name: value for name, value in vars(options).items() if name in names}
+    if "resume" in given and (words := _nothing_to_resume(given)):
+        if os.environ.get("RANK", "0") == "0":
+            print(words, flush=True)
+        return 0
     config = resumed(given) if "resume" in given else TrainConfig.of(given)
     out = Path(config.out)
     before = _stamp(out / METRICS)
@@ -80,6 +86,23 @@ def _from_file(path: Path) -> list[str]:
         if values and value is not None and value is not False:
             arguments += [flag_of(str(name)), *(str(each) for each in values if each is not True)]
     return arguments
+
+
+def _nothing_to_resume(given: dict[str, Any]) -> str | None:
+    """Words where that run has ended well: an end and no error, for schedulers start a command until it ends well.
+    Raises ConfigError for options that ask for another run."""
+    found = finished(Path(given["resume"]))
+    if found is None or given.get("overwrite") or Path(given.get("out", found[0])).resolve() != found[0].resolve():
+        return None
+    out, options = found
+    for name in FIXED:
+        if name in given and given[name] != options[name] and name != "model":
+            raise ConfigError(
+                f"{flag_of(name)} {given[name]}: the run of {out} is finished and had {options[name]}; begin another "
+                f"from its model: --model {out / FINAL}, with another --out"
+            )
+    steps = options["max_steps"] or sum(1 for _ in (out / METRICS).open(encoding="utf-8"))
+    return f"finished at step {steps}, nothing to resume; the model is in {out / FINAL}"
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

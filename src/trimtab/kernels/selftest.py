@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.kernels.api import Backend
 from trimtab.kernels.compiled import CompiledKernels
-from trimtab.kernels.expert_check import first_cpu_fault, first_triton_fault
+from trimtab.kernels.expert_check import first_cpu_fault, first_glue_fault, first_triton_fault
 from trimtab.kernels.tensor_checks import in_clean_thread, modes
 
 NAN = float("nan")
@@ -57,7 +57,12 @@ def _fault(kernels: Backend, device: torch.device, dtype: torch.dtype) -> str | 
     if isinstance(kernels, CompiledKernels):
         return compiled_fault(kernels, dtype)
     fault, launch = _first_fault(kernels, device, dtype), getattr(kernels, "launch", None)
-    return first_triton_fault(launch, device, dtype) if fault is None and launch is not None else fault
+    try:
+        if fault is None and hasattr(kernels, "words"):
+            fault = first_glue_fault(kernels, device, dtype)
+        return first_triton_fault(launch, device, dtype) if fault is None and launch is not None else fault
+    except Exception as error:  # of the compiler, too
+        return f"{type(error).__name__}: {error}"
 
 
 class _Problem:

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.errors import InputError
-from trimtab.train.messages import LEARNED, MASKED, REASONING
+from trimtab.train.messages import LEARNED, MASKED, REASONING, USUAL
 from trimtab.train.readers import tokens
 
 IGNORED = -100
@@ -47,11 +47,17 @@ def encode_chat(
     """Tokenize one conversation and label the answers: each once, with the token that ends its turn.
 
     Yields one piece, or one for each context if the template rewrites earlier turns; none without an answer to learn.
-    Raises InputError where there is no template, it refuses the messages or renders one as nothing, or for a flag of
-    another value.
+    Raises InputError where there is no template, it refuses the messages or renders one as nothing, for a role that
+    nobody names, or for a flag of another value.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
+    for number, role in enumerate((message["role"] for message in messages), 1):
+        if role not in USUAL and not re.search(rf"""["']{re.escape(role)}["']""", str(tokenizer.chat_template)):
+            raise InputError(
+                f"{place}: message {number} has the role `{role}`; roles are {', '.join(USUAL)}, and those that the "
+                "chat template names"
+            )
     turns = [i for i, message in enumerate(messages) if _is_learned(message, f"{place}: message {i + 1}")]
     if not turns:
         return

@@ -144,8 +144,11 @@ class TrainConfig:
     report_to: tuple[str, ...] = option(
         "results", "where else numbers go: tensorboard, wandb, trackio, mlflow …", default=(), shown="NAME"
     )
-    save_every: int | None = option("results", "write a checkpoint every N steps to DIR/checkpoints", least=1)
-    keep: int | None = option("results", "keep the latest N checkpoints (default: all)", least=1)
+    save_every: int | None = option(
+        "results", "write a checkpoint to DIR/checkpoints every N steps, and at a signal; 0: never (default: every 30 "
+        "minutes, and at a signal; the last of them is kept until the model is written)", least=0,
+    )  # fmt: skip
+    keep: int | None = option("results", "keep the latest N checkpoints (default: all of --save-every N)", least=1)
     stop_after: int | None = option("results", "write a checkpoint after step N and end", least=1, per_run=True)
     resume: str | None = option(
         "results", "go on from a run's latest checkpoint, or from the one given; --model says where its model lies now",
@@ -193,6 +196,11 @@ class TrainConfig:
             given = self.replicate_experts
             raise ConfigError(f"--replicate-experts {given}: must be off, auto or a number from 0 on, 0.1 for 10 %")
         return above
+
+    @property
+    def asks(self) -> bool:
+        """True where a report is all that is wanted: nothing is trained, and no output folder is looked at."""
+        return self.data_report or self.dry_run
 
     @property
     def frozen(self) -> bool:

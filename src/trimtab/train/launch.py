@@ -1,6 +1,6 @@
 """From one command to the right number of ranks: here, through PyTorch's elastic launcher, or under torchrun.
 
-`python -m trimtab.train.launch CONFIG_JSON LAUNCHER` is a rank that the launcher of that process id starts.
+`python -m trimtab.train.launch CONFIG_JSON LAUNCHER STOP` is a rank that the launcher of that process id starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from trimtab.errors import ConfigError, PeerLost, PhaseTimeout, TrimtabError, first_line
 from trimtab.extras import lacking
-from trimtab.processes import Interrupted, cores, group_size, module_arguments, signals_raise
+from trimtab.processes import Interrupted, cores, first_signal_noted, group_size, module_arguments, signals_raise
 from trimtab.train.config import TrainConfig
 from trimtab.train.plan import DATA, Plan, plan_run
 from trimtab.train.report import LOGS
@@ -37,13 +37,13 @@ def launch(config: TrainConfig, nproc: int | None) -> None:
     """
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: must be at least 1")
-    size, asked = group_size(nproc), config.data_report or config.dry_run
-    if size is not None and not asked:
+    size = group_size(nproc)
+    if size is not None and not config.asks:
         _run_rank(config)
         return
     with signals_raise():
         plan = plan_run(config, size or nproc or 1)
-        if asked:
+        if config.asks:
             if int(os.environ.get("RANK", 0)) == 0:
                 _report(plan)
         else:
@@ -84,7 +84,9 @@ def _launch_ranks(plan: Plan, nproc: int) -> None:
         inherited["TORCH_CPP_LOG_LEVEL"] = "ERROR"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.update({name: value for name, value in inherited.items() if name not in os.environ})
+    came: list[int] = []
     with tempfile.TemporaryDirectory(prefix="trimtab-") as scratch:
+        stop = Path(scratch) / "stop"
         elastic = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -98,9 +100,12 @@ def _launch_ranks(plan: Plan, nproc: int) -> None:
             logs_specs=_log_places(plan.out, Path(scratch)),
         )
         try:
-            given = json.dumps(dataclasses.asdict(plan.asked)), str(os.getpid())
-            elastic_launch(elastic, sys.executable)(*module_arguments("trimtab.train.launch"), *given)
+            given = json.dumps(dataclasses.asdict(plan.asked)), str(os.getpid()), str(stop)
+            with first_signal_noted(came, lambda _: stop.touch()):
+                elastic_launch(elastic, sys.executable)(*module_arguments("trimtab.train.launch"), *given)
         except ChildFailedError as error:
+            if came and not any(map(_said, error.failures.values())):
+                raise Interrupted(came[0]) from error
             hint, cause = advice(plan.out, nproc), _root_cause(error.failures, plan.out)
             raise TrimtabError(f"{cause}; {hint}" if hint and hint not in cause else cause) from error
         except SignalException as error:
@@ -132,9 +137,10 @@ def _root_cause(failures: dict[int, Any], out: Path) -> str:
 
     def order(rank: int) -> tuple[int, float]:
         failure = failures[rank]
-        said = failure.error_file_data.get("expected") and not failure.error_file_data.get("follows")
         killed = failure.exitcode < 0
-        return 0 if said else 2 if not killed else 1 if failure.exitcode != -signal.SIGTERM else 3, failure.timestamp
+        return 0 if _said(
+            failure
+        ) else 2 if not killed else 1 if failure.exitcode != -signal.SIGTERM else 3, failure.timestamp
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -148,37 +154,59 @@ def _root_cause(failures: dict[int, Any], out: Path) -> str:
     return f"rank {rank} failed: {said}; {f'details in {log}' if log.exists() else 'what it said is above'}"
 
 
-def _run_rank(config: TrainConfig, launcher: int | None = None) -> None:
+def _said(failure: Any) -> bool:
+    """True where a rank said what failed, and it did not follow from another's end."""
+    return bool(failure.error_file_data.get("expected") and not failure.error_file_data.get("follows"))
+
+
+def _run_rank(config: TrainConfig, launcher: int | None = None, stop: Path | None = None) -> None:
     """Run this process's rank of a group that torchrun, or the launcher of that process id, started; never returns
-    after a failure, of which it leaves word."""
+    after a failure, of which it leaves word. stop: a file that the launcher makes when it gets a signal."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # whoever stops the group speaks for it
     try:
         if launcher is not None:
-            threading.Thread(target=_die_with, args=(launcher,), daemon=True).start()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the launcher hears it, too
+            threading.Thread(target=_follow, args=(launcher, stop), daemon=True).start()
         plan = plan_run(config, int(os.environ["WORLD_SIZE"]))
         from trimtab.train.session import run_session
 
         run_session(plan, prepared=launcher is not None)
+    except Interrupted as ended:
+        words = f"interrupted by {signal.Signals(ended.number).name}"
+        _leave_word(words, expected=True, follows=True)
+        if launcher is None and os.environ["RANK"] == "0":
+            left = advice(Path(config.out), int(os.environ["WORLD_SIZE"])) or "no model was saved"
+            print(f"trimtab: {words}; {left}", file=sys.stderr, flush=True)
+        sys.exit(128 + ended.number)
     except Exception as error:
         _fail(error, config, launched=launcher is not None)
 
 
-def _die_with(parent: int) -> None:
-    """End this process when its launcher is gone, even if it was killed, and before this rank came up at that."""
+def _follow(parent: int, stop: Path | None) -> None:
+    """End this process when its launcher is gone, even if it was killed, and before this rank came up at that. Hand
+    the signal on that the launcher has got, once: while steps are taken it is noted, else it ends this process."""
+    told = stop is None
     while os.getppid() == parent:
-        time.sleep(1)
+        if stop is not None and not told and stop.exists():
+            told = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
     os._exit(1)
+
+
+def _leave_word(message: str, *, expected: bool, follows: bool) -> None:
+    """For the launcher, of how this rank ended."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        word = {"message": message, "timestamp": int(time.time()), "expected": expected, "follows": follows}
+        Path(path).write_text(json.dumps(word), encoding="utf-8")
 
 
 def _fail(error: Exception, config: TrainConfig, *, launched: bool) -> NoReturn:
     rank = int(os.environ.get("RANK", 0))
     expected = isinstance(error, TrimtabError)
     message = str(error) if expected else first_line(error, typed=True) + lacking(error)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        follows = isinstance(error, (PeerLost, PhaseTimeout))
-        word = {"message": message, "timestamp": int(time.time()), "expected": expected, "follows": follows}
-        Path(path).write_text(json.dumps(word), encoding="utf-8")
+    _leave_word(message, expected=expected, follows=isinstance(error, (PeerLost, PhaseTimeout)))
     log = Path(config.out) / LOGS / f"rank-{rank}.log"
     if not expected and log.parent.is_dir():
         with log.open("a", encoding="utf-8") as file:
@@ -193,4 +221,4 @@ def _fail(error: Exception, config: TrainConfig, *, launched: bool) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _run_rank(TrainConfig.of(json.loads(sys.argv[1])), int(sys.argv[2]))
+    _run_rank(TrainConfig.of(json.loads(sys.argv[1])), int(sys.argv[2]), *map(Path, sys.argv[3:]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -29,10 +30,14 @@ from trimtab.routing.loads import load_scalars
 from trimtab.routing.observers import BalanceLosses, Loads
 from trimtab.train.assistant_spans import IGNORED
 from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.out_folder import sizes
 from trimtab.train.packing import Blocks, RankBlocks
 from trimtab.train.plan import Plan
 from trimtab.train.report import METRICS
 from trimtab.train.resume import Checkpoints, describe_run
+
+LINE_STEPS = 10
+"""Steps between the lines that stand for a bar where stderr is no terminal."""
 
 
 def all_sum(values: torch.Tensor) -> torch.Tensor:
@@ -80,7 +85,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     def __init__(self, plan: Plan, model: Any, rank: int) -> None:
         config, mesh = plan.config, plan.mesh
         run = describe_run(config, mesh.data_size, plan.groups)
-        self.checkpoints = checkpoints = Checkpoints(config, run, plan.checkpoint)
+        self.checkpoints = checkpoints = Checkpoints(config, run, plan.checkpoint, sum(sizes(plan)))
         blocks = RankBlocks(
             plan.blocks(),
             batch=config.batch_size,
@@ -112,7 +117,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self._ended = checkpoints.start
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.bar = tqdm(total=config.max_steps, initial=self._ended, disable=rank > 0)
+        self.bar = tqdm(total=config.max_steps, initial=self._ended, disable=rank > 0 or None)
         self._evaluated = ""
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -225,7 +230,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         if "grad_norm" not in logs:  # the Trainer's closing summary
             return
         # The ranks of a TP group hold the same batch: the sum has it tp times.
-        nll = float(all_sum(self._nll)) / self.mesh.tp
+        votes = torch.tensor(self.checkpoints.autosave.votes(), dtype=self._wide, device=self._nll.device)
+        nll, stop, save = all_sum(torch.cat([self._nll[None], votes])).tolist()
+        self.checkpoints.autosave.agree(stop > 0, save > 0)
+        nll /= self.mesh.tp
         self._nll.zero_()
         self.balance.reset()
         now = time.perf_counter()
@@ -253,5 +261,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         self.bar.set_postfix_str(shown + self._evaluated, refresh=False)
         self.bar.update()
         if self.is_world_process_zero():
+            told = step % LINE_STEPS == 0 or step in (self.checkpoints.start + 1, self.args.max_steps)
+            if self.bar.disable and (told or "eval_loss" in record):
+                print(f"step {step} of {self.args.max_steps}: {shown}{self._evaluated}", file=sys.stderr, flush=True)
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({**record, "layers": layers}) + "\n")

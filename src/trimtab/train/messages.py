@@ -17,15 +17,18 @@ ROLES = {
     "human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "observation": "tool",
     "function": "tool", "tool_response": "tool",
 }  # fmt: skip
-"""Other formats' names of roles; the chat template judges any other."""
+"""Other formats' names of roles; those that the chat template names are roles, too."""
 USUAL = ("system", "developer", "user", "assistant", "tool")
 CALLS = ("function_call", "tool_call")
 """Roles of messages whose content is the JSON of an answer's calls."""
+NAMED = {*USUAL, *ROLES, *CALLS}
 LEARNED = ("weight", "loss", "loss_mask", "loss_weight", "train", "trainable", "training")
 """Keys of a message that say whether it is learned (1, true) or not (0, false)."""
 MASKED = ("masked", "is_masked")
 """Those that say the contrary."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
+SAYS = ("content", "tool_calls", "function_call", "refusal", *REASONING)
+"""Keys of which a message has one; that it is empty is another matter."""
 KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", *LEARNED, *MASKED}
 NO_ANSWER = "answer(s) without words or calls, left out"
 NOT_TEXT = "byte(s) that are not UTF-8, read as \ufffd"
@@ -38,9 +41,13 @@ def read_messages(messages: Any, place: str, name: str, odd: Counter[str]) -> li
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise InputError(f"{place}: `{name}` must be {CONVERSATION}")
     made: list[dict[str, Any]] = []
-    before = None
+    before, called = None, name == "completion"  # whose prompt may end in a call
     for message in messages:
         one = _message(message, place, name, odd)
+        if one["role"] != "tool":
+            called = bool(one.get("tool_calls"))
+        elif not called:
+            odd["message(s) of the role tool without a call before"] += 1
         kind = [message.get("role", message.get("from")), *(message.get(key) for key in (*LEARNED, *MASKED))]
         if kind == before and kind[0] in CALLS and "tool_calls" in one and "tool_calls" in made[-1]:
             made[-1]["tool_calls"] += one["tool_calls"]  # several calls of one answer
@@ -53,11 +60,16 @@ def read_messages(messages: Any, place: str, name: str, odd: Counter[str]) -> li
 def _message(message: dict[str, Any], place: str, name: str, odd: Counter[str]) -> dict[str, Any]:
     made = {key: value for key, value in message.items() if value is not None}
     if "role" not in made and "from" in made:
-        made = {"role": made.pop("from"), "content": made.pop("value", None), **made}
+        made = {"role": made.pop("from"), **({"content": made.pop("value")} if "value" in made else {}), **made}
     if not isinstance(role := made.get("role"), str):
         raise InputError(f"{place}: `{name}` must be {CONVERSATION}")
+    if role not in NAMED and (folded := role.strip().lower()) in NAMED:
+        odd[f"message(s) of the role `{role}`, read as {folded}"] += 1
+        role = folded
     made["role"] = "assistant" if role in CALLS else ROLES.get(role, role)
     answer, calls = made["role"] == "assistant", None
+    if made.keys().isdisjoint(SAYS):
+        raise InputError(f"{place}: a message of the role `{role}` has neither `content` nor `tool_calls`")
     if role in CALLS:
         calls = decoded(made.pop("content", None), place, role)
     elif answer and "function_call" in made:

@@ -17,6 +17,7 @@ from typing import TextIO
 from trimtab import __version__
 from trimtab.checkpoint.folder import UNFINISHED, clear, step_of, unfinished_checkpoints, whole_checkpoints
 from trimtab.errors import ConfigError, free_room
+from trimtab.train.autosave import EVERY
 from trimtab.train.models import trained_skeleton
 from trimtab.train.packing import Blocks, prepare_data
 from trimtab.train.plan import DATA, EVAL_DATA, INIT, Plan, check_kept
@@ -133,12 +134,8 @@ def check_disk(plan: Plan) -> str:
     held = [folder for folder in whole_checkpoints(root) if ours and step_of(folder) <= start]  # `rewind` keeps these
     if config.keep:
         saves = min(saves, max(1, config.keep + 1 - len(held)))
-    values = sum(p.numel() for p in trained_skeleton(plan.skeleton, config).parameters() if p.requires_grad)
-    model = 4 * sum(p.numel() for p in plan.skeleton.parameters())
-    if plan.source is not None:
-        model = size_written(plan.source, config.save_dtype)
-    final = 4 * values + model * config.merge if config.frozen else model
-    places = {root: saves * values * (4 if config.optim else 12), out: REPORTS + final * (last == steps)}
+    one, final, model = *sizes(plan), _model_size(plan)
+    places = {root: saves * one, out: REPORTS + final * (last == steps)}
     places[out] += 0 if plan.checkpoint == Path(config.model) or plan.checkpoint.exists() else model
     goes = [out / f"{name}{end}" for name in (FINAL, MERGED) for end in ("", UNFINISHED)]
     goes += [folder for folder in (*whole_checkpoints(root), *unfinished_checkpoints(root)) if folder not in held]
@@ -156,7 +153,26 @@ def check_disk(plan: Plan) -> str:
     words = f"{needed[worst] / 1e6:,.1f} MB are needed for what the run ends with and {saves} checkpoint(s), {room}"
     if needed[worst] > free[worst]:
         raise ConfigError(f"--out {out}: {words}; make room, write elsewhere, or keep fewer checkpoints (--keep)")
+    if config.save_every is None:
+        device = (root if root.exists() else out).stat().st_dev
+        short = needed[device] + 2 * one > free[device]
+        words += f"; {2 * one / 1e6:,.1f} MB more, until then, for one every {EVERY / 60:.0f} minutes or at a signal"
+        words += ", which are not free: none is written unless they are" if short else ""
     return words
+
+
+def sizes(plan: Plan) -> tuple[int, int]:
+    """Bytes of one checkpoint of the run, and of what it ends with."""
+    config, model = plan.config, _model_size(plan)
+    values = sum(p.numel() for p in trained_skeleton(plan.skeleton, config).parameters() if p.requires_grad)
+    final = 4 * values + model * config.merge if config.frozen else model
+    return values * (4 if config.optim else 12), final
+
+
+def _model_size(plan: Plan) -> int:
+    if plan.source is not None:
+        return size_written(plan.source, plan.config.save_dtype)
+    return 4 * sum(int(p.numel()) for p in plan.skeleton.parameters())
 
 
 def _made_of(plan: Plan, groups: list[Group], draws: int | None) -> str:

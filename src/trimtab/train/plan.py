@@ -183,8 +183,9 @@ def _check_options(config: TrainConfig, world: int) -> tuple[list[Group], list[G
     if config.model not in PRESETS and not (Path(config.model) / "config.json").is_file():
         what = "no config.json in that folder" if Path(config.model).is_dir() else "no such folder"
         raise ConfigError(f"--model {config.model}: {what}; give a checkpoint folder or one of {', '.join(PRESETS)}")
-    _check_out(Path(config.out), config.model)
-    check_kept(config)
+    if not config.asks:
+        _check_out(Path(config.out), config.model)
+        check_kept(config)
     groups = find_groups(config.data)
     if config.resume is not None:
         check_resume(config, mesh.data_size, groups)

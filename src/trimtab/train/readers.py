@@ -119,6 +119,7 @@ def _parsed(text: bytes, place: str, expected: str) -> Any:
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     datasets = required("datasets", f"{path}: a table", "train")
+    datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     kind = kind_of(path)
     options = {"keep_default_na": False} if kind == ".csv" else {}  # else "NA" and empty texts would be None

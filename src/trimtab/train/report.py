@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 from array import array
 from collections import Counter
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.checkpoint.folder import CONFIG, UNFINISHED, step_folder, step_of, whole_checkpoints
+from trimtab.checkpoint.folder import CONFIG, UNFINISHED, is_step, step_folder, step_of, whole_checkpoints
 from trimtab.routing.loads import read_metrics
 
 if TYPE_CHECKING:
@@ -79,6 +80,19 @@ def _steps_taken(records: Iterable[dict[str, Any]], unit: str, seconds: float) -
 def resume_command(out: Path, ranks: int | None) -> str:
     """The command that goes on with the run that writes to `out`."""
     return f"trimtab train --resume {shlex.quote(str(out))}" + (f" --nproc {ranks}" if ranks and ranks > 1 else "")
+
+
+def finished(asked: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The folder and options of a run that has ended well, where `asked` is that folder, its checkpoints' or its last
+    checkpoint: there is nothing to go on with. None for any other."""
+    out = asked.parent.parent if is_step(asked) else asked.parent if asked.name == CHECKPOINTS else asked
+    if not ((out / FINAL).exists() and (out / RUN).is_file()):
+        return None
+    held = whole_checkpoints(out / CHECKPOINTS)
+    if is_step(asked) and held and held[-1].name != asked.name:
+        return None
+    options: dict[str, Any] = json.loads((out / RUN).read_text(encoding="utf-8"))
+    return out, options
 
 
 def unnamed_model(out: Path, whole: bool = False) -> str | None:

@@ -11,12 +11,15 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint import folder as on_disk
-from trimtab.errors import ConfigError, InputError
+from trimtab.errors import ConfigError, InputError, TrimtabError
+from trimtab.train.autosave import MARK, Autosave, remove_unasked
 from trimtab.train.config import FIXED, OPTIONS, TrainConfig, flag_of
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import CHECKPOINTS, FINAL, HEATMAP, MERGED, METRICS, best_step, resume_command, unnamed_model
@@ -175,14 +178,15 @@ class Checkpoints:
     `restore_model` and `after_step`.
 
     base: the folder of the model that the run began with; its configuration and tokenizer go into each checkpoint.
-    start: the step that the run goes on from, 0 for a new one.
+    start: the step that the run goes on from, 0 for a new one. needs: as `Autosave` takes it.
     """
 
-    def __init__(self, config: TrainConfig, run: dict[str, Any], base: Path) -> None:
+    def __init__(self, config: TrainConfig, run: dict[str, Any], base: Path, needs: int) -> None:
         self.out, self.root = Path(config.out), Path(config.out) / CHECKPOINTS
         self.config, self._run = config, run
         self.resume = None if config.resume is None else Path(config.resume)
         self.start = 0 if self.resume is None else on_disk.step_of(self.resume)
+        self.autosave = Autosave(config.save_every, self.root, needs)
         self._last = math.inf if config.stop_after is None else config.stop_after
         files = (base / on_disk.CONFIG, *on_disk.carried_files(base))
         self._files = {path.name: path.read_bytes() for path in files}
@@ -214,22 +218,35 @@ class Checkpoints:
             self._loaded = None
 
     def is_due(self, step: int) -> bool:
-        """True where a checkpoint is to be written after this step."""
+        """True where a checkpoint is asked for after this step."""
         every = self.config.save_every
         return bool(every and step % every == 0) or step >= self._last
 
     def after_step(self, step: int, model: Any, optimizer: Any, scheduler: Any) -> bool:
-        """Save where a checkpoint is due. Returns True where the run is to stop here."""
+        """Save where a checkpoint is due; one that nobody asked for fails in words alone. Returns True where the run is
+        to stop here."""
+        from trimtab.checkpoint.ranks import on_first_rank
+
+        began, due = time.monotonic(), self.autosave.due and step != self.config.max_steps
+        if self.is_due(step):
+            self._save(step, model, optimizer, scheduler, {})
+        elif due and on_first_rank(lambda: self.autosave.has_room(step), None):
+            try:
+                self._save(step, model, optimizer, scheduler, {MARK: True})
+            except TrimtabError as error:  # the same on every rank
+                on_first_rank(partial(self.autosave.give_up, step, str(error)), None)
+        if due or self.is_due(step):
+            self.autosave.saved(began)
+        return self.autosave.stop or step >= self._last
+
+    def _save(self, step: int, model: Any, optimizer: Any, scheduler: Any, mark: dict[str, bool]) -> None:
         from trimtab.checkpoint.ranks import on_first_rank
         from trimtab.checkpoint.save_load import save
 
-        if self.is_due(step):
-            on_first_rank(lambda: on_disk.sync(self.out / METRICS), None)
-            extra = {"run": self._run, "scheduler": {key: getattr(scheduler, key) for key in _COUNTS}}
-            save(self.root, self._held(model), _inner(optimizer), step=step, extra=extra, files=self._files)
-            if self.config.keep:
-                on_first_rank(lambda: remove_old(self.out, self.config.keep or 0), None)
-        return step >= self._last
+        on_first_rank(lambda: on_disk.sync(self.out / METRICS), None)
+        extra = {"run": self._run, "scheduler": {key: getattr(scheduler, key) for key in _COUNTS}, **mark}
+        save(self.root, self._held(model), _inner(optimizer), step=step, extra=extra, files=self._files)
+        on_first_rank(lambda: remove_old(self.out, self.config.keep), None)
 
     def _held(self, model: Any) -> Any:
         """The part of the model that its checkpoints hold."""
@@ -238,9 +255,13 @@ class Checkpoints:
         return trained_part(model) if self.config.frozen else model
 
 
-def remove_old(out: Path, keep: int) -> None:
-    """Remove a run's checkpoints but the latest `keep` and the one of the lowest loss in evaluation."""
+def remove_old(out: Path, keep: int | None) -> None:
+    """Remove a run's checkpoints but the latest `keep` and the one of the lowest loss in evaluation; without `keep`
+    those that nobody asked for, but the latest."""
     held = on_disk.whole_checkpoints(out / CHECKPOINTS)
+    if keep is None:
+        remove_unasked(out / CHECKPOINTS, on_disk.step_of(held[-1]))
+        return
     best = best_step(out / METRICS, held)
     for old in held[:-keep]:
         if on_disk.step_of(old) != best:

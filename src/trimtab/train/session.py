@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
+import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,14 +25,15 @@ from trimtab.convert.files import writing
 from trimtab.convert.merge import CONFIG, TENSORS
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.summary import summary
-from trimtab.processes import leave_group
+from trimtab.processes import Interrupted, first_signal_noted, leave_group
 from trimtab.routing.loads import draw_loads
+from trimtab.train.autosave import remove_unasked
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import load_model, mask_by_positions, whole_model, with_adapters
 from trimtab.train.out_folder import make_room
 from trimtab.train.plan import Plan
 from trimtab.train.presets import PRESETS
-from trimtab.train.report import FINAL, HEATMAP, MERGED, METRICS, closing_words, resume_command
+from trimtab.train.report import CHECKPOINTS, FINAL, HEATMAP, MERGED, METRICS, closing_words, resume_command
 from trimtab.train.resume import advice
 from trimtab.train.weights import open_source, write_merged, write_model
 
@@ -40,7 +44,9 @@ LONGEST = timedelta(hours=2)
 def run_session(plan: Plan, *, prepared: bool) -> None:
     """Train as this process's rank (the only one, where the environment names none) and save.
 
-    prepared: True where a launcher on this machine has made the output folder.
+    prepared: True where a launcher on this machine has made the output folder. Raises Interrupted, on every rank, where
+    any has got a signal and the run has ended after that step, saved; a second signal ends this process as it would
+    without.
     """
     if not plan.config.debug:
         logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # DTensor's advice on gathering to save
@@ -56,15 +62,20 @@ def run_session(plan: Plan, *, prepared: bool) -> None:
                 _barrier()
             plan = plan.with_steps()
             trainer = _build(plan, rank)
-            done, steps = _take_steps(trainer, plan), plan.config.max_steps or 0
-            missing = None
-            if done == steps:
-                if rank == 0:  # first: with its model the run is finished
-                    missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
-                _save(trainer.model, plan, rank)
+            autosave, steps, missing = trainer.checkpoints.autosave, plan.config.max_steps or 0, None
+            with first_signal_noted(autosave.signals, lambda _: _say_stopping(rank)):
+                done = _take_steps(trainer, plan)
+                if done == steps:
+                    if rank == 0:  # first: with its model the run is finished
+                        missing = draw_loads(plan.out / METRICS, plan.out / HEATMAP)
+                    _save(trainer.model, plan, rank)
+                    if rank == 0 and plan.config.keep is None:
+                        remove_unasked(plan.out / CHECKPOINTS, math.inf)
         finally:
             if dist.is_initialized():
                 leave_group()
+        if autosave.stop and done != steps:
+            raise Interrupted(autosave.signals[0] if autosave.signals else signal.SIGTERM)
         if rank == 0 and done != steps:
             command = resume_command(plan.out, world)
             print(f"stopped after step {done} of {steps}; go on with: {command}", flush=True)
@@ -72,6 +83,13 @@ def run_session(plan: Plan, *, prepared: bool) -> None:
             unit = "byte" if plan.config.model in PRESETS else "token"
             seconds = time.perf_counter() - began
             print(*closing_words(plan.out, unit, seconds, missing), sep="\n", flush=True)
+
+
+def _say_stopping(rank: int) -> None:
+    """From a signal handler, where `print` may be in the middle of its own work."""
+    if rank == 0:
+        with contextlib.suppress(OSError):
+            os.write(2, b"\ntrimtab: the run ends once this step is done and saved; a second signal ends it at once\n")
 
 
 def _join_world() -> None:
@@ -93,7 +111,7 @@ def _barrier() -> None:
 
 
 def _build(plan: Plan, rank: int) -> MoETrainer:
-    if rank == 0:
+    if rank == 0 and sys.stderr.isatty():
         transformers_logging.enable_progress_bar()
     model = load_model(plan.checkpoint, plan.config, plan.mesh)
     transformers_logging.disable_progress_bar()

@@ -110,9 +110,10 @@ def _find(name: str, path: Path, split: str | None) -> Group:
 
 def _of_split(name: str, folder: Path, records: list[Path], split: str | None) -> Group:
     """The files of one split, by the names that `datasets` tells splits by; the others are counted as unread."""
-    required("datasets", f"--data {name}: a folder of records", "train")
+    datasets = required("datasets", f"--data {name}: a folder of records", "train")
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
+    datasets.disable_progress_bars()
     try:
         found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
     except EmptyDatasetError:

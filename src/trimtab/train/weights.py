@@ -231,7 +231,8 @@ def write_plain(source: Path, folder: Path) -> None:
 def _write(store: TensorStore, folder: Path, *, read_on: bool = False) -> None:
     from tqdm import tqdm
 
-    with tqdm(total=len(store.infos), desc=f"writing {folder.name}", unit="tensor", delay=2, leave=False) as bar:
+    title = f"writing {folder.name}"
+    with tqdm(total=len(store.infos), desc=title, unit="tensor", delay=2, leave=False, disable=None) as bar:
         write_safetensors(store, folder, shard_bytes=SHARD_BYTES, done=lambda _: bar.update(), read_on=read_on)
 
 

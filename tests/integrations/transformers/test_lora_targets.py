@@ -90,6 +90,34 @@ def test_names_as_peft_takes_them() -> None:
     ]  # fmt: skip
 
 
+def adapted(how: str) -> Any:
+    """A model with adapters of peft's, wrapped as people wrap it."""
+    model = on_meta("qwen3_moe")
+    if how == "prompts":
+        return peft.get_peft_model(
+            build_model("qwen3_moe"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        )
+    config = lora_config(model, rank=2, targets=["experts"] if how == "experts" else ["attention"])
+    if how == "injected":
+        return peft.inject_adapter_in_model(config, model)
+    made = peft.get_peft_model(model, config)
+    wraps = {"compile": torch.compile, "list": lambda one: torch.nn.ModuleList([one])}
+    return wraps.get(how, lambda one: one)(made)
+
+
+@pytest.mark.parametrize("how", ["plain", "experts", "compile", "list", "injected", "prompts"])
+def test_a_model_with_adapters_is_refused_with_the_way_out(how: str) -> None:
+    model = adapted(how)
+    with pytest.raises(ConfigError, match=rf"^lora_config: this {type(model).__name__} has adapters .*unload\(\)"):
+        lora_config(model, rank=2, targets=["attention"])
+    if how in ("plain", "experts"):
+        before = {name for name, _ in on_meta("qwen3_moe").named_parameters()}
+        base = model.unload()
+        assert {name for name, _ in base.named_parameters()} == before
+        second = lora_config(base, rank=4, targets=["attention"])
+        assert second.target_modules == {f"self_attn.{name}_proj" for name in "qkvo"}
+
+
 def test_an_adapter_of_all_kinds_on_codes_comes_back(tmp_path: Path) -> None:
     """Its configuration and its files say the same to peft when they are read."""
     made = []

@@ -57,12 +57,20 @@ def lora_config(
     Raises:
         BackendError: peft is missing.
         ConfigError: a target that the model has nothing of, or a name that of all experts matches shared ones alone
-            and does not say "shared".
+            and does not say "shared"; or a model with adapters of peft's, whose own layers would be targets.
     """
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig, PeftModel
+        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise BackendError(f"adapters need peft ({install('peft')}): {error}") from error
+    if any(isinstance(module, (PeftModel, BaseTunerLayer)) for module in model.modules()):
+        raise ConfigError(
+            f"lora_config: this {type(model).__name__} has adapters of peft's already, and they would get adapters of "
+            "their own; call it with the model as it was before get_peft_model or inject_adapter_in_model "
+            "(model.unload() of a PeftModel gives that back), or give that adapter's config to model.add_adapter(NAME, "
+            "config)"
+        )
     known = adaptable(model)
     chosen: dict[str, str] = {}
     for target in targets:

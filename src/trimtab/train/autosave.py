@@ -1,0 +1,81 @@
+"""Checkpoints that nobody asked for, so that little is lost: one every half hour, and one where a signal ends the run.
+
+The last of them is kept until a later checkpoint or the model is written. `--save-every` takes their place but at
+signals; with 0 there are none. Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from trimtab.checkpoint import folder as on_disk
+from trimtab.errors import InputError
+
+EVERY = 1800.0
+"""Seconds of training between two of them, and at least SHARE times what the last one took."""
+SHARE = 20
+MARK = "unasked"
+"""In `Index.extra` of such a checkpoint."""
+
+
+class Autosave:
+    """When one is due. Each rank votes as a step ends; all act on the sums, and so alike.
+
+    save_every: the option. needs: bytes that must be free for one, on the disk of `root`, those that the model will
+    take among them. signals: that this rank has got. stop: True once the ranks have agreed to end.
+    """
+
+    def __init__(self, save_every: int | None, root: Path, needs: int) -> None:
+        self.signals: list[int] = []
+        self.stop = self.due = False
+        self._every, self._root, self._needs = save_every, root, needs
+        self._saved, self._took = time.monotonic(), 0.0
+
+    def votes(self) -> tuple[bool, bool]:
+        """This rank's: to stop, and to save."""
+        late = time.monotonic() - self._saved > max(EVERY, SHARE * self._took)
+        return bool(self.signals), self._every is None and late
+
+    def agree(self, stop: bool, save: bool) -> None:
+        """Take what the votes of all ranks come to."""
+        self.stop, self.due = stop, save or (stop and self._every != 0)
+
+    def has_room(self, step: int) -> bool:
+        """Says it where there is none. One rank calls."""
+        at = next(path for path in (self._root, *self._root.parents) if path.exists())
+        usage = shutil.disk_usage(at)
+        if usage.free >= self._needs or not usage.total:  # some file systems do not know
+            return True
+        self.give_up(
+            step, f"{self._needs / 1e6:,.1f} MB are needed with the model, {usage.free / 1e6:,.1f} MB are free"
+        )
+        return False
+
+    def give_up(self, step: int, why: str) -> None:
+        """Say that there is no checkpoint of a step, and remove what there is of one. One rank calls."""
+        for folder in on_disk.unfinished_checkpoints(self._root):
+            if folder.name.endswith(on_disk.UNFINISHED):
+                on_disk.clear(folder)
+        print(f"\ntrimtab: no checkpoint of step {step}: {why}", file=sys.stderr, flush=True)
+
+    def saved(self, began: float) -> None:
+        """A checkpoint, of whatever kind, has been written or tried since then, by `time.monotonic`."""
+        self._saved = time.monotonic()
+        self._took = self._saved - began
+
+
+def remove_unasked(root: Path, before: float) -> None:
+    """Remove such checkpoints of steps before that one."""
+    for folder in on_disk.whole_checkpoints(root):
+        if on_disk.step_of(folder) < before and _is_unasked(folder):
+            on_disk.remove(folder)
+
+
+def _is_unasked(folder: Path) -> bool:
+    try:
+        return bool(on_disk.read_index(folder).extra.get(MARK))
+    except InputError:  # damaged: not ours to judge
+        return False
