@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help train test check lint house wheel try-wheel verify megatron-check replicated-check peers gpu-check gpu-bench bench docs clean
+.PHONY: help train test check lint house wheel try-wheel verify megatron-check replicated-check docs-check peers gpu-check gpu-bench bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -14,11 +14,17 @@ $(BIN)/python:
 		{ echo "trimtab needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/ready: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,plot,megatron,dev]'
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+
+$(VENV)/trains: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) '.[train,plot]'
 	@touch $@
 
-train: $(VENV)/ready  ## train a small Qwen3-MoE on 4 expert-parallel ranks, on the Python standard library's source
+$(VENV)/ready: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) '.[train,plot,megatron,dev]'
+	@touch $(VENV)/trains $@
+
+train: $(VENV)/trains  ## train a small Qwen3-MoE on 4 expert-parallel ranks, on the Python standard library's source
 	$(BIN)/trimtab train --nproc 4 --out runs/first --overwrite
 
 test: $(VENV)/ready  ## lint, types and the whole test suite
@@ -37,7 +43,7 @@ lint: $(VENV)/ready  ## ruff and mypy --strict
 house: $(VENV)/ready  ## what the package measures: lines of each room, what an import loads, private names of torch
 	PYTHONPATH=tests $(BIN)/python -m helpers.house
 
-wheel: $(VENV)/ready  ## build dist/*.whl
+wheel: $(BIN)/python  ## build dist/*.whl; the build takes what it needs by itself
 	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
@@ -57,6 +63,9 @@ megatron-check: $(VENV)/ready  ## trimtab in Megatron-Core 0.16 and 0.19, every 
 
 replicated-check: $(VENV)/ready  ## replicated experts on 2, 4 and 8 ranks: every transport, layout, kind and way to run
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 -m replicated_full tests/parallel
+
+docs-check: $(VENV)/ready  ## every code block of the documentation, those that take minutes included
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 -m "" -rP tests/docs
 
 peers: $(VENV)/ready  ## judge other libraries' MoE layers, each in .peers at its own version; writes docs/peers.md
 	PYTHONPATH=tests DS_BUILD_OPS=0 $(BIN)/python -m peers --fetch
@@ -86,7 +95,7 @@ bench: $(VENV)/ready  ## race trimtab against peers and the limit, about 2 h; wr
 	$(BIN)/python -m benchmarks all
 
 docs: $(VENV)/ready  ## the documentation as a site in docs/build, strictly: a broken link fails
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(INSTALL) '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/build
 
 clean:  ## remove .venv and what the tools left

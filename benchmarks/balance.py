@@ -27,9 +27,9 @@ from trimtab.routing.config import RouterConfig
 DIM, HIDDEN, EXPERTS, TOP_K, CONTEXT, TOKENS = 32, 32, 8, 2, 4, 512
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
-    "bias": {"bias": True, "bias_rate": 0.01},
+    "sign": {"bias": True, "bias_rate": 0.01},
     "quantile": {"bias": True, "bias_rule": "quantile"},
-    "aux": {"aux_loss": 0.01},
+    "auxiliary loss": {"aux_loss": 0.01},
 }
 
 
@@ -85,10 +85,10 @@ def plot(results: dict[str, tuple[list[float], list[float]]], path: str) -> None
     for way, (losses, unevenness) in results.items():
         left.plot(unevenness, label=way)
         right.plot(losses, label=way)
-    left.axhline(0.5, color="0.6", linestyle=":")
-    left.set(xlabel="step", ylabel="max_vio")
-    right.set(xlabel="step", ylabel="nats per byte")
-    left.legend(title="balancing", frameon=False)
+    left.axhline(0.5, color="0.6", linestyle=":", label="0.5")
+    left.set(xlabel="step", ylabel="max_vio = (max - mean) / mean", ylim=(0, None), title="imbalance")
+    right.set(xlabel="step", ylabel="nats per byte", title="loss")
+    left.legend(title="balanced by", frameon=False)
     figure.savefig(path, dpi=100)
 
 
@@ -99,13 +99,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = {way: train(way, options.steps) for way in WAYS}
-    print(f"{'step':>5}" + "".join(f"{way + ' max_vio':>15}{way + ' loss':>12}" for way in results))
+    print(f"{'step':>5}" + "".join(f"{way + ': max_vio':>25}{'loss':>8}" for way in results))
     last = max(options.steps // 10, 1)
     for start in range(0, options.steps, last):
         cells = ""
         for losses, unevenness in results.values():
             part = slice(start, start + last)
-            cells += f"{statistics.mean(unevenness[part]):15.2f}{statistics.mean(losses[part]):12.3f}"
+            cells += f"{statistics.mean(unevenness[part]):25.2f}{statistics.mean(losses[part]):8.3f}"
         print(f"{min(start + last, options.steps):5d}{cells}")
     if options.plot:
         plot(results, options.plot)

@@ -90,14 +90,14 @@ def plot(runs: dict[tuple[int, bool], Run], path: str) -> None:
     first = min(seed for seed, _ in runs)
     for (seed, replay), run in runs.items():
         for panel, key in zip(panels, KEYS, strict=True):
-            label = ("with replay" if replay else "without") if seed == first else None
-            panel.plot(run["step"], run[key], color="C0" if replay else "C1", linewidth=1, label=label)
+            label = ("with replay" if replay else "without replay") if seed == first else None
+            panel.plot(run["step"], run[key], color="C0" if replay else "C1", linewidth=1, label=label, clip_on=False)
     for panel, key, label in zip(panels, KEYS, LABELS, strict=True):
         panel.set(xlabel="step", title=label, yscale="log" if key == "kl" else "linear")
         panel.title.set_size("medium")
         if key != "kl":
             panel.set_ylim(bottom=0)
-    panels[0].legend(frameon=False)
+    panels[0].legend(title="a line is a seed", frameon=False)
     figure.savefig(path, dpi=100)
 
 

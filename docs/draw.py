@@ -7,6 +7,7 @@ The pictures are in the repository; this makes them anew after a change.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -64,8 +65,8 @@ def matrix(picture: Picture, x: float, y: float, *, transposed: bool, name: str)
 
 
 def draw_dispatch(picture: Picture, left: float) -> None:
-    top = 92
-    picture.text(left + 160, 40, "dispatch:  rows = P x", size=18, bold=True)
+    left, top = left + 30, 92
+    picture.text(left + 155, 40, "dispatch:  rows = P x", size=18, bold=True)
     vector(picture, left + 20, top, ROWS, "rows")
     picture.text(left + 95, top + 3 * CELL, "=", size=22)
     matrix(picture, left + 112, top, transposed=False, name="P")
@@ -98,19 +99,25 @@ Rank = tuple[str, Sequence[tuple[str, str]]]
 
 
 def draw_layout(name: str, title: str, ranks: Sequence[Rank], note: str) -> None:
-    """ranks: (heading, [(kind, words)]), side by side."""
-    width, line = 178, 40
-    height = 118 + line * max(len(parts) for _, parts in ranks)
-    picture = Picture(max(20 + width * len(ranks), 600), height, title)
-    picture.text(20, 30, title, size=16, anchor="start", bold=True)
+    """ranks: (heading, [(kind, words)]), two beside each other: as wide as a phone."""
+    width, line = 188, 40
+    box = 34 + line * max(len(parts) for _, parts in ranks)
+    titles = textwrap.wrap(title.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"), 44)
+    notes = textwrap.wrap(note, 56)
+    top = 20 + 22 * len(titles)
+    bottom = top + (box + 12) * ((len(ranks) + 1) // 2)
+    picture = Picture(40 + 2 * width - 18, bottom + 10 + 19 * len(notes), title)
+    for i, words in enumerate(titles):
+        picture.text(20, 30 + 22 * i, words, size=16, anchor="start", bold=True)
     for i, (heading, parts) in enumerate(ranks):
-        x = 20 + i * width
-        picture.box(x, 46, width - 18, height - 92, "#fafafa", INK)
-        picture.text(x + (width - 18) / 2, 66, heading, bold=True)
+        x, y = 20 + i % 2 * width, top + (box + 12) * (i // 2)
+        picture.box(x, y, width - 18, box, "#fafafa", INK)
+        picture.text(x + (width - 18) / 2, y + 20, heading, bold=True)
         for j, (kind, words) in enumerate(parts):
-            picture.box(x + 8, 76 + j * line, width - 34, line - 8, KINDS[kind])
-            picture.text(x + (width - 18) / 2, 76 + j * line + 21, words, size=12)
-    picture.text(20, height - 18, note, size=13, anchor="start")
+            picture.box(x + 8, y + 30 + j * line, width - 34, line - 8, KINDS[kind])
+            picture.text(x + (width - 18) / 2, y + 51 + j * line, words, size=13)
+    for i, words in enumerate(notes):
+        picture.text(20, bottom + 10 + 19 * i, words, size=13, anchor="start")
     picture.save(name)
 
 

@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from trimtab import checkpoint as checkpoint
+    from trimtab import integrations as integrations
     from trimtab.dispatch.all_gather import AllGather as AllGather
     from trimtab.dispatch.all_to_all import AllToAll as AllToAll
     from trimtab.dispatch.dispatcher import Dispatcher as Dispatcher
     from trimtab.dispatch.route import Dispatched as Dispatched
     from trimtab.dispatch.shared_memory import SharedMemory as SharedMemory
     from trimtab.dispatch.transports import Auto as Auto
+    from trimtab.errors import BackendError as BackendError
+    from trimtab.errors import ConfigError as ConfigError
     from trimtab.errors import DesyncError as DesyncError
+    from trimtab.errors import InputError as InputError
     from trimtab.errors import PeerLost as PeerLost
     from trimtab.errors import PhaseTimeout as PhaseTimeout
+    from trimtab.errors import TrimtabError as TrimtabError
     from trimtab.experts.linear import GroupedLinear as GroupedLinear
     from trimtab.experts.lora import add_adapter as add_adapter
     from trimtab.experts.lora import merge_adapter as merge_adapter
@@ -53,6 +59,7 @@ if TYPE_CHECKING:
     from trimtab.routing.recompute import replay_in_recompute as replay_in_recompute
     from trimtab.routing.replay import Decisions as Decisions
     from trimtab.routing.router import Router as Router
+    from trimtab.routing.sequences import sequence_ids as sequence_ids
 
 __version__ = "0.2.0"
 

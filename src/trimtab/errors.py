@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -42,15 +44,15 @@ class TrimtabError(Exception):
 
 
 class InputError(TrimtabError, ValueError):
-    """A value handed in by the caller cannot be used. Raised before data moves, on every rank that could hang."""
+    """A value handed in by the caller that cannot be used: a tensor, a file, a folder. Also a ValueError."""
 
 
 class ConfigError(TrimtabError, ValueError):
-    """Sizes, names or options that do not fit together."""
+    """Sizes, names or options that do not fit together, and packages that are missing for them. Also a ValueError."""
 
 
 class BackendError(TrimtabError, RuntimeError):
-    """A backend or transport that was asked for by name cannot run here."""
+    """A backend, transport or package that was asked for and cannot run here. Also a RuntimeError."""
 
 
 class DesyncError(TrimtabError, RuntimeError):
@@ -69,9 +71,18 @@ class PhaseTimeout(TrimtabError, RuntimeError):
 def full_disk(folder: Path) -> str:
     """Words for a message if the disk of `folder` is nearly full or files are limited in size, else "": libraries that
     fail to write then name other reasons."""
-    free, most = shutil.disk_usage(folder).free, _file_limit()
+    free, most = free_room(folder), _file_limit()
     full = f"; {free / 1e6:.1f} MB are free on the disk of {folder}" if free < LEAST_FREE else ""
     return full + (f"; this process may write files of {most / 1e6:.1f} MB at most (ulimit -f)" if most >= 0 else "")
+
+
+def free_room(folder: Path) -> float:
+    """Bytes that are free on the disk where `folder` is, or would be made; infinite where nothing says how many."""
+    for place in (folder, *folder.parents):
+        with contextlib.suppress(OSError):
+            usage = shutil.disk_usage(place)
+            return usage.free if usage.total else math.inf
+    return math.inf
 
 
 def _file_limit() -> int:

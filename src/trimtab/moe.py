@@ -57,7 +57,7 @@ class _Own(NamedTuple):
     ids_TK: Tensor | None
     shape: torch.Size
     batch: int
-    packed: dict[str, Tensor]
+    packed: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +65,15 @@ class MoEConfig:
     """One MoE layer. `build` makes it, with all experts on this rank.
 
     Args:
-        dim, hidden: D and F.
+        dim: D, the width of a token.
+        hidden: F, the width inside an expert.
         router: the routing decision; its weight is built in float32 at least. Casting it is fine: logits are computed
             in float32.
-        activation, bias, main_grad, delay_wgrad, recipe, kernels: as in `ExpertMLP`.
-        shared_hidden: hidden dim of the shared experts together, 0 for none. shared_gate: a gate per token on them.
+        activation, bias, main_grad, delay_wgrad, recipe, kernels, dtype, device: as in `ExpertMLP`.
+        shared_hidden: hidden dim of the shared experts together, 0 for none.
+        shared_gate: whether each token has a gate on the shared experts.
         latent_dim: tokens are projected to so many dims before dispatch and back after combine; experts live there.
         combine: as in `Dispatcher`.
-        dtype, device: of the parameters, the default ones if not given.
 
     Raises:
         ConfigError: sizes, names, flags or a dtype that no layer can have, a router, recipe or kernels that are none,
@@ -113,7 +114,14 @@ class MoEConfig:
             raise ConfigError("shared_gate=True is a gate on shared experts: set shared_hidden")
 
     def build(self, layer: str = "") -> MoE:
-        """The module. layer: its name, for errors. Raises BackendError where the recipe cannot run on the device."""
+        """The module.
+
+        Args:
+            layer: its name, for errors.
+
+        Raises:
+            BackendError: the recipe cannot run on the device.
+        """
         return MoE(self, layer)
 
 
@@ -130,6 +138,10 @@ class MoE(nn.Module):
     kernels of one's own, a generator for jitter.
 
     Under activation checkpointing hand in `context_fn=trimtab.replay_in_recompute`.
+
+    Args:
+        config: sizes and options.
+        layer: the layer's name, for errors.
     """
 
     def __init__(self, config: MoEConfig, layer: str = "") -> None:
@@ -154,7 +166,7 @@ class MoE(nn.Module):
 
     def forward(
         self, x: Tensor, *, token_mask: Tensor | None = None, ids: Tensor | None = None,
-        sequence_ids: Tensor | None = None,
+        sequence_ids: Tensor | None = None, num_sequences: int | None = None,
     ) -> MoEOutput:  # fmt: skip
         """Route, run the experts, add up. Every rank of the expert group must call.
 
@@ -162,8 +174,11 @@ class MoE(nn.Module):
             x: [..., D] in float64, float32, bfloat16 or float16; of three dims and more the first is the batch.
             token_mask: bool [...], True for a real token; the others are not read and get zero output and gradient.
             ids: int [..., K] (E for K with expert choice), decisions to replay; scores and weights stay live.
-            sequence_ids: int [...], where rows are packs of sequences: where the id changes another one begins. Of
-                position ids that begin anew: `(position_ids == 0).cumsum(-1)`.
+            sequence_ids: int [...], where rows are packs of sequences: where the id changes another one begins; see
+                `trimtab.sequence_ids`.
+            num_sequences: how many a pack has at most. Each id 0..num_sequences - 1 is then one sequence of its row,
+                wherever its positions lie. Needed for a `sequence_aux_loss` where ranks have positions of the same
+                rows (tensor, context parallel), which give the same number.
 
         Raises:
             InputError: shapes or dtypes other than these, ids out of range, logits not finite (on CUDA without a group
@@ -172,12 +187,13 @@ class MoE(nn.Module):
         """
         refuse_transforms("MoE", self.dispatcher.layer)
         self.dispatcher.begin()
-        own = self._take(x, token_mask, ids, sequence_ids)
+        own = self._take(x, token_mask, ids, sequence_ids, num_sequences)
         sent = self._sent(own.x_TD)
         with hidden_from_ac_policy():
             route = self.router(own.x_TD, token_mask_T=own.mask_T, ids_TK=own.ids_TK, batch=own.batch, **own.packed)
             rows = self.dispatcher._dispatch(
-                sent, route.ids_TK, route.weights_TK, most_slots=route.most_slots, facts=self._facts(x),
+                sent, route.ids_TK, route.weights_TK, most_slots=route.most_slots,
+                facts=self._facts(x, num_sequences or 0),
                 problems=() if isinstance(self.router, self._own_router)
                 else shape_problems(sent, route.ids_TK, route.weights_TK, None),
             )  # fmt: skip
@@ -189,11 +205,15 @@ class MoE(nn.Module):
             y_TD = y_TD + self.shared(own.x_TD)
         return MoEOutput(y=self._join(y_TD, own, x), losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
-    def _take(self, x: Tensor, mask: Tensor | None, ids: Tensor | None, sequence_ids: Tensor | None) -> _Own:
+    def _take(
+        self, x: Tensor, mask: Tensor | None, ids: Tensor | None, sequence_ids: Tensor | None, most: int | None
+    ) -> _Own:
         """Check a call's arguments, and take what this rank routes of them."""
         self._check(x, mask, ids, sequence_ids)
         mine = self._share(x)
-        packed = {} if sequence_ids is None else {"sequence_ids_T": self._share(sequence_ids[..., None]).flatten()}
+        packed: dict[str, Any] = {} if most is None else {"num_sequences": most}
+        if sequence_ids is not None:
+            packed["sequence_ids_T"] = self._share(sequence_ids[..., None]).flatten()
         x_TD, mask_T, ids_TK = mine.flatten(0, -2), None, None
         if ids is not None:
             ids_TK = self._share(ids).flatten(0, -2)
@@ -220,8 +240,8 @@ class MoE(nn.Module):
         sent = x_TD if self.to_latent is None else self.to_latent(x_TD)
         return narrowed(sent, self.experts) if autocast_at_work() and isinstance(self.experts, ExpertMLP) else sent
 
-    def _facts(self, x: Tensor) -> Facts:
-        """Facts of the call that the ranks of the expert group compare."""
+    def _facts(self, x: Tensor, num_sequences: int) -> Facts:
+        """Facts of the call that the ranks of the expert group compare. num_sequences: 0 where it is not given."""
         return NO_FACTS
 
     def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None, sequence_ids: Tensor | None) -> None:

@@ -16,11 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from helpers.convert_case import assert_same, build, tensors_of
+from helpers.convert_case import assert_same, build, logits, rewrite_config, tensors_of
+from helpers.memory import MB, peak_of
 from helpers.model_ranks import begin
 from helpers.ranks import run_ranks
 from helpers.reshard_case import Layout, Model
 from trimtab.convert import files
+from trimtab.convert import tensors as in_blocks
+from trimtab.convert.convert import convert
 from trimtab.convert.export import LiveModel
 from trimtab.convert.tensors import TensorStore, infos_of
 from trimtab.errors import InputError
@@ -38,7 +41,7 @@ class Held(TensorStore):
 
 @pytest.mark.parametrize("block", [8, 40, 1 << 24])
 def test_files_have_the_bytes_of_safetensors_own(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BLOCK_BYTES", block)
+    monkeypatch.setattr(in_blocks, "BLOCK_BYTES", block)
     g, names = torch.Generator().manual_seed(0), ["b.10", "b.9", "é", "Z", "_", 'q"', "a", "10", "ü", "b", "c", "x/y"]
     shapes = [(), (0,), (3,), (5, 2), (2, 3, 2), (4, 0, 2)]
     for shift, shape in enumerate(shapes):
@@ -69,7 +72,7 @@ def saved_on_ranks(folder: Path, ep: int) -> None:
     integration.register()
     config = DistributedConfig(ep_size=ep, fsdp_size=dist.get_world_size(), ep_implementation="trimtab")
     DTensor.full_tensor = None  # type: ignore[assignment, method-assign]  # nobody gathers
-    files.BLOCK_BYTES = 300
+    in_blocks.BLOCK_BYTES = 300
     (folder / "file").touch()
     for i in range(len(FAMILIES)):
         model = AutoModelForCausalLM.from_pretrained(
@@ -103,7 +106,7 @@ def saved_odd_on_ranks(folder: Path) -> None:
     from trimtab.integrations.transformers import save_pretrained
 
     begin()
-    files.BLOCK_BYTES = 300
+    in_blocks.BLOCK_BYTES = 300
     mesh, model = init_device_mesh("cpu", (2,)), build("qwen3_moe")
     if dist.get_rank() == 0:
         model.save_pretrained(folder / "true")
@@ -134,6 +137,42 @@ def test_a_tensor_above_the_shard_size_and_what_fails_on_the_writer_alone(tmp_pa
     attention = [f"model.layers.0.self_attn.{name}_proj.weight" for name in ("v", "o")]
     assert in_files[attention[0]] > in_files[attention[1]]  # the second is above the size, and comes first
     assert_same(state, tensors_of(tmp_path / "saved"))  # and no shard is left of the earlier saves
+
+
+CUSTOM = {
+    "sizes.py": "from transformers import Qwen3MoeConfig\nclass OwnConfig(Qwen3MoeConfig):\n"
+    "    model_type = 'own_moe'\n",
+    "layers.py": "from transformers import Qwen3MoeForCausalLM\nfrom .sizes import OwnConfig\n",
+    "whole.py": "from .layers import OwnConfig, Qwen3MoeForCausalLM\n"
+    "class OwnModel(Qwen3MoeForCausalLM):\n    config_class = OwnConfig\n",
+}
+"""A model's own code: its files, the last two of which import one before."""
+
+
+def test_a_models_own_code_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers copies it: what `auto_map` names and what that imports; a conversion carries it, too."""
+    from transformers import AutoModelForCausalLM, dynamic_module_utils
+
+    from trimtab.integrations.transformers import save_pretrained
+
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    base = tmp_path / "base"
+    build("qwen3_moe").save_pretrained(base)
+    for name, text in CUSTOM.items():
+        (base / name).write_text(text)
+    named = {"AutoConfig": "sizes.OwnConfig", "AutoModelForCausalLM": "whole.OwnModel"}
+    rewrite_config(base, model_type="own_moe", auto_map=named, architectures=["OwnModel"])
+    model = AutoModelForCausalLM.from_pretrained(base, trust_remote_code=True)
+    model.save_pretrained(tmp_path / "theirs")
+    save_pretrained(model, tmp_path / "ours")
+    theirs, ours = ({p.name: p.read_bytes() for p in (tmp_path / at).iterdir()} for at in ("theirs", "ours"))
+    assert {*CUSTOM} < {*ours}
+    assert ours == theirs
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", trust_remote_code=True)
+    assert torch.equal(logits(again), logits(model))
+    rewrite_config(base, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"])  # as transformers knows it
+    there = convert(base, tmp_path / "dcp", to="dcp").folder
+    assert {*CUSTOM} < {*convert(there, tmp_path / "back", to="safetensors").files}
 
 
 LAYOUTS = [Layout(ep=2, data="ddp"), Layout(ep=2, data="fsdp"), Layout(ep=2, data="hsdp"), Layout(ep=4, data="ddp"),
@@ -175,12 +214,6 @@ def test_rows_of_any_layout_come_to_the_writer_alone(writer: int) -> None:
 
 
 E, D, F, LAYERS = 16, 512, 1024, 4
-MB = 2**20
-
-
-def resident(what: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    return int(text.partition(f"{what}:")[2].split()[0]) * 1024
 
 
 def peaks_on_ranks(folder: Path) -> list[int]:
@@ -190,7 +223,7 @@ def peaks_on_ranks(folder: Path) -> list[int]:
     from trimtab.train.weights import open_source, write_model
 
     begin()
-    mesh, first, held = init_device_mesh("cpu", (2,)), dist.get_rank() == 0, []
+    mesh, first = init_device_mesh("cpu", (2,)), dist.get_rank() == 0
     model = build("qwen3_moe", experts=E, hidden_size=D, moe_intermediate_size=F, num_hidden_layers=LAYERS)
     if first:
         model.save_pretrained(folder / "base")
@@ -205,15 +238,8 @@ def peaks_on_ranks(folder: Path) -> list[int]:
             del param, local
     (folder / "final").mkdir(exist_ok=True)
     save_pretrained(build("qwen3_moe"), folder / "small")  # code that is loaded by the first call
-    for write in (
-        lambda: save_pretrained(model, folder / "saved"),
-        lambda: write_model(model, source, folder / "final", dtype="bfloat16", write=first),
-    ):
-        Path("/proc/self/clear_refs").write_text("5")
-        before = resident("VmRSS")
-        write()
-        held.append(resident("VmHWM") - before)
-    return held
+    saved = peak_of(lambda: save_pretrained(model, folder / "saved"))
+    return [saved, peak_of(lambda: write_model(model, source, folder / "final", dtype="bfloat16", write=first))]
 
 
 def test_a_rank_holds_little_beside_its_shard(tmp_path: Path) -> None:

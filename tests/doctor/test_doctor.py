@@ -163,7 +163,7 @@ def test_text_is_aligned_and_narrow() -> None:
         Finding("broken", "a longer place", "word " * 60 + "\n  indented", "do this\nthen that"),
     ]
     lines = as_text(findings).splitlines()
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 90
     assert lines[0] == "ok     torch           2.13"
     margin = " " * 23
     assert all(line.startswith(margin) for line in lines[2:])
@@ -304,9 +304,9 @@ def test_the_page_on_hangs_names_commands_and_modules_that_are_there() -> None:
     page = (Path(__file__).parents[2] / "docs" / "hangs.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
     commands = [line for kind, text in blocks if kind == "sh" for line in text.splitlines() if "trimtab doctor" in line]
-    assert len(commands) == 4
+    assert len(commands) == 3
     for command in commands:
-        arguments = command.partition("trimtab doctor")[2].split()
+        arguments = command.partition("trimtab doctor")[2].partition("||")[0].split()
         assert build_parser().parse_args(["doctor", *arguments]).command == "doctor"
     scripts = [text for kind, text in blocks if kind == "python"]
     assert len(scripts) == 3

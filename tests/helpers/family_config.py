@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def _rope(mrope_section: list[int]) -> dict[str, Any]:
+def rope(mrope_section: list[int]) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": mrope_section}
 
 
@@ -73,9 +73,9 @@ FAMILY: dict[str, dict[str, Any]] = {
     "diffusion_gemma": {"global_head_dim": 8},
     "gemma4": {"global_head_dim": 8, "enable_moe_block": True},
     # one width for text experts, one for vision experts; rotary sections that fit a head of 8
-    "ernie4_5_vl_moe": {"moe_intermediate_size": [16, 8], "rope_parameters": _rope([1, 1, 2])},
-    "glm4v_moe": {"rope_parameters": _rope([1, 1, 0])},
-    "hy_v4_vl": {"rope_parameters": _rope([1, 1, 2])},
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [16, 8], "rope_parameters": rope([1, 1, 2])},
+    "glm4v_moe": {"rope_parameters": rope([1, 1, 0])},
+    "hy_v4_vl": {"rope_parameters": rope([1, 1, 2])},
     # no layer of two is looped by default: here the second is, so its experts run twice
     "inkling2_loop": {
         "n_layers_per_attn_res_block": 1,

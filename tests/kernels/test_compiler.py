@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +25,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not loaded them yet."""
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a process that has not loaded them yet, with temporary files of its own."""
+    (tmp_path / "spare").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "spare"))
     monkeypatch.setattr(compiled, "_shared", {})
     monkeypatch.setattr(compiler, "_failed", {})
 
@@ -91,9 +95,9 @@ def test_a_compiler_that_fails_is_asked_once(fails: Callable[..., Path]) -> None
 def test_a_compiler_that_makes_nothing_is_asked_once(fails: Callable[..., Path]) -> None:
     calls = fails("", 0)
     for _ in range(2):
-        with pytest.raises(BackendError, match=r"cannot be kept in .*made\.so"):
+        with pytest.raises(BackendError, match=r"ended well and did not write .*made\.o"):
             KernelChoice("cpu").on(CPU, torch.float32)
-    assert calls.read_text().split() == ["called", "called"]  # to compile, and to link
+    assert calls.read_text().split() == ["called"]
 
 
 def test_a_disk_without_room_is_named(fails: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +207,7 @@ def test_a_process_that_holds_the_lock_is_not_waited_for_without_end(
             with pytest.raises(BackendError, match=r"another process has held .*\.lock for more than 0\.6 s"):
                 compiler.made(tiny, [tiny])
             monkeypatch.setattr(compiler, "_take", lambda lock: pytest.fail("the second time it is known"))
-    assert [record.getMessage().count(".lock") for record in caplog.records] == [1]
+    assert [record.getMessage().count(".lock") for record in caplog.records] == [0, 1]  # it compiles; it waits
     assert not library.exists()
 
 
@@ -232,5 +236,109 @@ def test_nowhere_to_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    with pytest.warns(UserWarning, match="set HOME or XDG_CACHE_HOME"):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nothing")
+    with pytest.warns(UserWarning, match=r"cannot be kept anywhere: this user has no home folder; .*nothing/trimtab-"):
         assert KernelChoice("auto").on(CPU, torch.float32).name == "torch"
+
+
+def unmakeable(kind: str, tmp_path: Path) -> Path:
+    """A folder that root cannot make either."""
+    if kind == "proc":
+        return Path("/proc/nothing")
+    (tmp_path / "file").write_text("")
+    return tmp_path / "file" if kind == "file" else tmp_path / "file/below/it"
+
+
+@pytest.mark.parametrize("kind", ["proc", "file", "below"])
+def test_an_unmakeable_cache_folder_leaves_the_temporary_one_and_one_warning(
+    kind: str, tiny: Path, alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = unmakeable(kind, tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    says = rf"kept in .*/spare/trimtab-\d+, because the cache folder cannot be used \({folder}/trimtab: (?!.*MB)"
+    with pytest.warns(UserWarning, match=says) as said:
+        assert compiler.load(tiny, [tiny]).answer() == 42
+    assert len(said) == 1
+    assert not compiler.is_made(tiny, [tiny])
+    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("it is made"))
+    with pytest.warns(UserWarning, match=says):  # as the next process does
+        compiler.made(tiny, [tiny])
+
+
+@pytest.mark.parametrize("kind", ["file", "others", "link"])
+def test_a_temporary_folder_of_somebody_else_s_is_not_taken(
+    kind: str, tiny: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may write there could put another library into it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    spare = compiler.spare_folder()
+    if kind == "file":
+        spare.write_text("")
+    elif kind == "others":
+        spare.mkdir()
+        spare.chmod(0o777)
+    else:
+        spare.symlink_to(tiny.parent)
+    with pytest.raises(BackendError, match=r"anywhere: /proc/nothing/trimtab: .*; .*others may write there"):
+        compiler.load(tiny, [tiny])
+
+
+def test_a_full_disk_leaves_the_temporary_folder(
+    tiny: Path, alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The compiler says what it likes then, and the disk is named."""
+    usage, (real, *_), full = shutil.disk_usage("/"), compiler.find_compiler(), tmp_path / "trimtab"
+
+    def room(folder: Path) -> object:
+        return usage._replace(free=usage.total if str(folder).startswith(str(tmp_path / "spare")) else 4096)
+
+    fails = tmp_path / "c++"
+    fails.write_text(f'#!/bin/sh\ncase "$*" in *"-o {full}/"*) echo No space >&2; exit 1;; esac\nexec "{real}" "$@"\n')
+    fails.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fails))
+    monkeypatch.setattr(shutil, "disk_usage", room)
+    with pytest.warns(UserWarning, match=rf"No space; 0\.0 MB are free on the disk of {full}\)"):
+        assert compiler.load(tiny, [tiny]).answer() == 42
+    assert not list(full.glob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("#!/bin/sh\nkill -9 $$\n", "ended by signal 9; 9 often means that memory ran out"),
+        ("#!/bin/sh\nexit 7\n", "exit code 7, and not a word"),
+        ("no program", "Exec format error"),
+    ],
+)
+def test_a_compiler_that_is_killed_or_broken_is_named(
+    script: str, says: str, tiny: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tiny.parent / "broken"
+    broken.write_text(script)
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(BackendError, match=rf"(?s)the C\+\+ compiler failed: {broken} .*{says}"):
+        compiler.load(tiny, [tiny])
+    assert not list(tiny.parent.rglob("*.so"))
+
+
+def test_the_first_compile_says_so_once_and_where_it_is_kept(
+    tiny: Path, alone: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/proc/nothing")  # of the compiler's own, which need not be writable
+    for _ in range(2):
+        compiler.made(tiny, [tiny])
+    (record,) = caplog.records
+    said = f"trimtab: compiling kernels for this CPU, once, about 15 s; kept in {tiny.parent}/trimtab"
+    assert (record.levelname, record.getMessage()) == ("WARNING", said)  # what a program shows that sets up nothing
+
+
+@pytest.mark.parametrize("kind", ["proc", "file", "below"])
+def test_words_about_a_disk_need_no_folder(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = unmakeable(kind, tmp_path)
+    assert errors.full_disk(folder / "trimtab") == ""
+    assert errors.free_room(folder) > 0
+    monkeypatch.setattr(errors, "LEAST_FREE", 1 << 62)
+    assert ("MB are free on the disk of" in errors.full_disk(folder)) == (kind != "proc")  # /proc says no number
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: (_ for _ in ()).throw(PermissionError("no")))
+    assert errors.full_disk(folder) == ""

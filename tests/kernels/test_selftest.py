@@ -81,7 +81,7 @@ BROKEN = (
 
 @pytest.mark.parametrize("name", ["torch", "grouped_mm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_our_own_kernels_pass_once_and_say_what_it_cost(name: str, dtype: torch.dtype) -> None:
+def test_our_own_kernels_pass_once(name: str, dtype: torch.dtype) -> None:
     choice = KernelChoice(name)
     assert choice.reports == []  # nothing runs before the first use
     kernels = choice.on(CPU, dtype)
@@ -89,7 +89,6 @@ def test_our_own_kernels_pass_once_and_say_what_it_cost(name: str, dtype: torch.
     assert choice.on(CPU, dtype) is kernels
     (report,) = choice.reports
     assert report.fault is None
-    assert 0 < report.seconds < 5
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -38,6 +38,10 @@ with standing_in(places, summed):
         Edit(ROUTE, LOADS, LOADS + """
     loads_E = count_ids(plain.topk(c.top_k).indices if ids_TK is None else ids_TK.long(), c.num_experts)"""),
         look="1r-local/*masked/*"),
+    bug("pack_is_one_sequence",
+        "a pack of documents is one sequence to the sequence-wise balance loss (Megatron-LM#6108)",
+        Edit("routing.losses:_sequences", "if ids_T is None:", "if ids_T is None or ids_T is not None:"),
+        look="1r-local-packed/*"),
     bug("padding_dispatched", "padding is masked from the losses and loads but still dispatched (Megatron-LM)",
         Edit("moe:MoE._take", "x_TD = x_TD.masked_fill(~mask_T[:, None], 0)", "pass"),
         Edit(ROUTE, "real_T = self.config, token_mask_T", "real_T = self.config, None"),

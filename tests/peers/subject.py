@@ -46,6 +46,7 @@ class Impl:
             "its experts have no adapters of their own": t.adapter != "none",
             "it copies no experts for one call": t.replicas != "none",
             "it is not asked to run layers again": t.rerun != "none",
+            "it has no loss per document of a pack": t.packed != "none",
             "its experts are not asked to be codes": t.codes != "none",
             "it is not asked where gradients of weights go": (t.sink, t.later) != ("none", "none"),
             "it does not split experts over etp as well as over ep": t.etp > 1,

@@ -16,7 +16,7 @@ def test_the_bias_balances_while_the_loss_falls() -> None:
     balance = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(balance)
     with torch_threads(1):
-        losses, unevenness = balance.train("bias")
+        losses, unevenness = balance.train("sign")
     assert statistics.mean(unevenness[:5]) > 1.5  # of 3.0 at most
     assert statistics.mean(unevenness[-20:]) < 0.5
     means = [statistics.mean(losses[i : i + 50]) for i in range(0, 200, 50)]

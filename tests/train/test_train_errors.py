@@ -152,7 +152,7 @@ def test_without_transformers(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["train", "--data", str(text), "--out", str(tmp_path / "run")]) == 2
-    assert "trimtab train needs transformers (pip install 'trimtab[hf]')" in capsys.readouterr().err
+    assert "trimtab train needs transformers (pip install 'trimtab[train]')" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", [0, 3])

@@ -17,6 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helpers import family_config
 from helpers.families import build_model, family_names
+from helpers.memory import MB, peak_of
+from helpers.ranks import run_ranks
 from trimtab.errors import InputError
 from trimtab.train import packing, readers
 from trimtab.train.assistant_spans import IGNORED
@@ -178,6 +180,34 @@ def test_a_long_record_is_tokenized_in_pieces_and_has_the_same_tokens(
         longest[0], seen = 0, longest[0]
     assert found[0] == found[1]
     assert seen <= 2_000
+
+
+def long_records(size: int) -> dict[str, dict[str, Any]]:
+    half = "x y z w " * (size // 16)
+    turns = [{"role": role, "content": half[: size // 40]} for _ in range(20) for role in ("user", "assistant")]
+    answer = [{"role": "user", "content": "x"}, {"role": "assistant", "content": half + half}]
+    return {
+        "text": {"text": half + half}, "completion": {"prompt": half, "completion": half},
+        "answer": {"messages": answer}, "turns": {"messages": turns},
+    }  # fmt: skip
+
+
+def held_by_long_records(folder: Path) -> dict[str, int]:
+    """Bytes that are held at most while a record of each kind is read, behind a short one."""
+    prepare(folder, list(long_records(160).values()))  # loads the code
+    held = {}
+    for kind, row in long_records(LONG).items():
+        (folder / kind).mkdir()
+        held[kind] = peak_of(lambda: prepare(folder / kind, [conversation(1), row]))  # noqa: B023
+    return held
+
+
+LONG = 6 * MB
+
+
+def test_one_long_record_takes_memory_in_proportion(tmp_path: Path) -> None:
+    (held,) = run_ranks(held_by_long_records, 1, tmp_path, deadline=200)
+    assert max(held.values()) <= 12 * LONG, held
 
 
 def test_text_is_read_as_far_as_the_steps_reach(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import socket
 from dataclasses import replace
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from helpers.forked import run_forked
+from helpers.ranks import run_ranks
 from trimtab.cli.main import main
 from trimtab.errors import ConfigError, InputError
 from trimtab.train.config import TrainConfig
@@ -267,7 +270,7 @@ def test_what_was_not_named_in_the_end_is_named_with_the_way_to_use_it(
 
     target = {"copied": "weights.copy_files", "weights": "", "adapter": "session.write_merged"}[way]
     if way == "weights":
-        monkeypatch.setattr("trimtab.convert.files.blocks", fails)
+        monkeypatch.setattr("trimtab.convert.tensors.TensorStore.blocks", fails)
     else:
         monkeypatch.setattr(f"trimtab.train.{target}", fails)
     model = load_model(copy, plan.config, plan.mesh)
@@ -294,6 +297,38 @@ def test_what_was_not_named_in_the_end_is_named_with_the_way_to_use_it(
     with pytest.raises(InputError, match=r"final\.unfinished holds a part of the weights"):
         resumed({"resume": str(out)})
     check_kept(config)
+
+
+def saved_into_trouble(copy: Path, data: str, folder: Path) -> list[str]:
+    """What this rank raises as the run ends, where rank 0 can write no large file, no folder, no merged weights."""
+    said, size, first = [], resource.getrlimit(resource.RLIMIT_FSIZE)[1], dist.get_rank() == 0
+    for way in ("full", "blocked", "merge"):
+        out, more = folder / way, {"lora": 2, "lora_targets": "experts", "merge": True} if way == "merge" else {}
+        plan = plan_run(config_of(copy, out, data=(data,), ep=1 if more else 2, **more), 2)
+        model = load_model(copy, plan.config, plan.mesh)
+        model = with_adapters(model, plan.config) if more else model
+        if first:
+            out.mkdir()
+            (out / f"{'merged' if more else 'final'}.unfinished").touch() if way != "full" else None
+            resource.setrlimit(resource.RLIMIT_FSIZE, (9_000 if way == "full" else size, size))
+        try:
+            _save(model, plan, dist.get_rank())
+        except InputError as error:
+            said.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return said
+
+
+def test_what_rank_0_cannot_write_ends_every_rank_with_the_same_words(copy: Path, text: Path, tmp_path: Path) -> None:
+    one, other = run_ranks(saved_into_trouble, 2, copy, str(text), tmp_path, deadline=120)
+    assert one == other
+    full, blocked, merge = one
+    assert full.startswith(f"rank 0: {tmp_path}/full/final.unfinished/model.safetensors: cannot be written: ")
+    assert "files of 0.0 MB at most (ulimit -f)" in full
+    assert f"{tmp_path}/full/final.unfinished holds a part of the weights" in full
+    assert blocked.startswith(f"rank 0: {tmp_path}/blocked/final.unfinished: cannot be written: ")
+    assert merge.startswith(f"rank 0: {tmp_path}/merge/final.unfinished: cannot be written: ")
+    assert "merged.unfinished" in merge
 
 
 @pytest.mark.parametrize("alone", [False, True])

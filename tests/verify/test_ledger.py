@@ -36,7 +36,7 @@ from trimtab.verify.topologies import (
     topologies_for,
     topology_named,
 )
-from trimtab.verify.truth import BALANCE, dense_moe, make_weights, solve
+from trimtab.verify.truth import BALANCE, DOCUMENTS, dense_moe, make_weights, solve
 
 CASES = ["2r-ep2/zipf1/float32", "2r-ep2/top1/float32"]
 
@@ -144,6 +144,33 @@ def test_where_sequences_are_shared_the_truth_has_their_loss() -> None:
         assert (name == "all_masked") == ours.grads["0.router"].equal(plain.grads["0.router"])
 
 
+def test_of_packs_the_truth_has_the_loss_of_each_document() -> None:
+    """Against the losses of the documents one by one, whose tokens lie on two ranks."""
+    t = topology_named("2r-ep2-cp2-packed")
+    config = RouterConfig(num_experts=4, top_k=2, sequence_aux_loss=1.0)
+    for name in ("random", "masked", "uneven_shards"):
+        problem = make_problem(t, pattern_named(name), torch.float64, seed=2)
+        (first,) = weights = make_weights(problem.sizes, seed=1)
+        xs = [b.x_BLD.clone().requires_grad_() for b in problem.batches]
+        logits_BLE = torch.cat(xs, 1) @ first.router_ED.T
+        ids_BLK = torch.cat([b.ids_BLK for b in problem.batches], 1)
+        documents = [b.documents_BL for b in problem.batches if b.documents_BL is not None]
+        assert {*documents[0][0].tolist()} & {*documents[1][0].tolist()}
+        masks = [torch.ones(b.x_BLD.shape[:2]).bool() if b.mask_BL is None else b.mask_BL for b in problem.batches]
+        real, total = torch.cat(masks, 1), torch.zeros((), dtype=torch.float64)
+        for row, document in ((row, i) for row in range(len(real)) for i in range(DOCUMENTS)):
+            here = (torch.cat(documents, 1)[row] == document) & real[row]
+            n = int(here.sum())
+            mask = torch.ones(n, dtype=torch.bool)
+            total = total + n * truth_losses(logits_BLE[row, here], ids_BLK[row, here], mask, 1, config)["sequence_aux"]
+        true = torch.autograd.grad(BALANCE * total / int(real.sum()), xs)
+        alone = tuple(replace(batch, documents_BL=None) for batch in problem.batches)
+        plain = solve(replace(problem, cp=1, batches=alone), weights)
+        ours = solve(problem, weights)
+        for got, without, expected in zip(ours.dx, plain.dx, true, strict=True):
+            torch.testing.assert_close(got - without, 2 * expected, rtol=0, atol=1e-13)
+
+
 def test_some_rows_are_of_odd_widths_and_some_arrangements_share_sequences() -> None:
     cases = plan_cases("default", 8)
     for quick in (True, False):
@@ -160,7 +187,19 @@ def test_replicated_experts_are_asked_for_on_every_number_of_ranks() -> None:
     default = [t for t in default_topologies() if t.replicas != "none"]
     every = [*default, *further_topologies()]
     assert {t.ranks for t in every} == set(range(1, 9))
-    for axis in ("transport", "combine", "tokens", "data", "codes", "adapter", "rerun", "sink", "frozen", "etp"):
+    for axis in (
+        "transport",
+        "combine",
+        "tokens",
+        "data",
+        "codes",
+        "adapter",
+        "rerun",
+        "sink",
+        "frozen",
+        "etp",
+        "packed",
+    ):
         assert {getattr(t, axis) for t in every} >= {getattr(t, axis) for t in default_topologies()} - {"local"}
     assert {t.rerun for t in further_topologies()} == {"none", "recomputed"}
     cases = plan_cases("full", 8)

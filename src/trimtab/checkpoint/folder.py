@@ -35,7 +35,7 @@ MODEL, OPTIM = "model.", "optim."
 CARRIED = (
     "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.*", "*processor_config.json", "tekken.json", "*.tiktoken",
-    "tiktoken.model", "spiece.model", "sentencepiece.bpe.model",
+    "tiktoken.model", "spiece.model", "sentencepiece.bpe.model", "*.py",
 )  # fmt: skip
 """Files that go with a model's weights wherever they go, beside config.json."""
 _STEP = re.compile(r"step-(\d{8,})")

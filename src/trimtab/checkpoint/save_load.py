@@ -70,6 +70,7 @@ def save(
         root: one folder for all ranks, on whatever hosts they are.
         model: plain, or under `parallelize`, `fully_shard_moe`, `ddp`, transformers' own sharding or torch.compile;
             the same modules on every rank.
+        optimizer: its state is saved too; of a model alone if not given.
         step: optimizer steps taken.
         extra: JSON, the same on all ranks; the first rank's is kept.
         rank_extra: of this rank: tensors, numbers, strings and containers of them; nothing of NumPy.
@@ -204,7 +205,8 @@ def load(
 
     Args:
         path: a checkpoint, or the `root` of several.
-        model, optimizer, group: as for `save`. Without an optimizer its state in the checkpoint is not read.
+        model, group: as for `save`.
+        optimizer: its state is loaded too; not read if not given.
 
     Raises, on every rank and before anything is changed:
         InputError: no whole checkpoint, one of another format, or one with a file that cannot be read. Of the tensors'

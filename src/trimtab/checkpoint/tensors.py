@@ -50,13 +50,14 @@ def write_dcp(
 
 
 def read_dcp(
-    folder: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False
-) -> None:
+    folder: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool = False,
+    planner: DefaultLoadPlanner | None = None,
+) -> None:  # fmt: skip
     """Fill the tensors in place, each with what this rank holds of it. Keys, shapes and dtypes were checked before.
 
     Every rank of the group must call, each with its keys; `alone` as for `write_dcp`.
     """
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = planner or DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     no_dist = alone or not dist.is_initialized()
     with errors_of(folder, reading=True):
         dcp_load(
@@ -108,7 +109,9 @@ def write_tensors(
     """A checkpoint of whole tensors, written by one process without a process group: ROOT/step-<step>.
 
     Args:
+        root: the folder of the checkpoints.
         tensors: by key, "model.<name>".
+        step: optimizer steps taken.
         experts, extra: as in `Index`.
         files: small files that go beside it, by name ("config.json").
 

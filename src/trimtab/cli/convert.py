@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from trimtab.cli import Progress
 from trimtab.errors import ConfigError
+from trimtab.extras import required
 
 if TYPE_CHECKING:
     from trimtab.convert.convert import Converted
@@ -29,7 +30,7 @@ With a family's layout a router's weight and bias of 16 bits become float32, and
 the same values in another dtype. Every other tensor comes back bit for bit.
 
 Optimizer state has no place in safetensors and is left behind. Needs one process, no GPU, and memory for the largest
-layer's experts three times over (MALLOC_MMAP_THRESHOLD_=65536 has glibc return the rest).
+tensor, as a layer's gate and up of all experts.
 """
 
 
@@ -48,9 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """Convert and print what was done; returns 0. Errors are raised."""
     if not 0 < options.shard_size < math.inf:
         raise ConfigError("--shard-size must be more than 0, and a number")
-    from trimtab.integrations.transformers import import_transformers
-
-    transformers = import_transformers("trimtab convert")
+    transformers = required("transformers", "trimtab convert")
     from trimtab.convert.convert import convert
     from trimtab.convert.merge import merge
 

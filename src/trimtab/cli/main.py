@@ -9,34 +9,46 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import select
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NoReturn
 
 from trimtab import __version__
 from trimtab.cli import convert, doctor, train, verify
 from trimtab.errors import ConfigError, InputError, TrimtabError, first_line
+from trimtab.extras import lacking
 from trimtab.processes import Interrupted, signals_raise
 
 COMMANDS: dict[str, ModuleType] = {"train": train, "doctor": doctor, "verify": verify, "convert": convert}
 
 
 class _Parser(argparse.ArgumentParser):
+    given: Sequence[str] = ()
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False} | options)  # half an option's name is more likely another's
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """A subcommand refuses what it does not know itself: its --help is the one to read."""
+        self.given = args or ()
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("the following arguments are required"):  # maybe for want of one that is misspelled
+            known = [*re.findall(r"(?<![\w-])-[\w-]+", self.format_usage()), "--help"]
+            options = [word for word in self.given if word.startswith("-") and word.lstrip("-")[:1].isalpha()]
+            if unknown := [word for word in options if word.partition("=")[0] not in known]:
+                message = f"unrecognized arguments: {' '.join(unknown)}"
         self.exit(2, f"trimtab: {message} (see {self.prog} --help)\n")
 
 
@@ -91,6 +103,10 @@ def _reader_left(broken: bool = False) -> bool:
 
 def _main(argv: Sequence[str] | None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if find_spec("numpy") is None:  # torch warns of it in each process that imports it, and none of ours needs it
+        lacks = "Failed to initialize NumPy"
+        warnings.filterwarnings("ignore", lacks)
+        os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), f"ignore:{lacks}")))
     options = build_parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     # Training hears of signals itself; ranks of a launcher leave them to it.
     heard = options.command != "train" and "RANK" not in os.environ
@@ -115,7 +131,7 @@ def exit_code(run: Callable[[], int], *, heard: bool = True, debug: bool = False
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_left(broken=True):
             return 128 + signal.SIGPIPE
-        caught, message, code = error, f"{first_line(error, typed=True)} (--debug shows where)", 1
+        caught, message, code = error, f"{first_line(error, typed=True)}{lacking(error)} (--debug shows where)", 1
     else:
         return code
     if debug:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import ConfigError, first_line
+from trimtab.extras import required
 from trimtab.processes import Interrupted
 from trimtab.train.config import FIXED, OPTIONS, TrainConfig, flag_of
 from trimtab.train.hub import on_this_disk
@@ -74,8 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _from_file(path: Path) -> list[str]:
     """The arguments that a YAML file stands for. Raises ConfigError for one that holds none."""
-    import yaml
-
+    yaml = required("yaml", "--config", "train")
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

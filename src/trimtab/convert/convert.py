@@ -58,7 +58,7 @@ def convert(
 ) -> Converted:  # fmt: skip
     """Convert in one process, without a process group or a device.
 
-    Memory: three times gate and up of a layer's experts.
+    Memory: the largest tensor of the checkpoint, a layer's gate and up, and blocks of a few times 16 MB.
 
     Args:
         src: a checkpoint of `trimtab.checkpoint`, or the root of several (the latest is meant), for "safetensors"; a
@@ -120,9 +120,7 @@ def write_converted(source: Source, dst: Path, to: str, shard_bytes: int, on_ten
             source.record.check(source.folder, read.hashes)
         written = Hashed(DcpFolder(work, whole=False) if to == "dcp" else SafetensorsFolder(work))
         again = Hashed(back(written))
-        for name in again.infos:
-            again.read([name])
-            step(name)
+        again.finish(step)
         if wrong := first_difference(read.hashes, again.hashes):
             raise InputError(f"{source.folder}: what was written does not come back as it was: hash of {wrong}")
         record = Record(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.dynamic_module_utils import custom_object_save
 
 from trimtab.checkpoint.ranks import on_every_rank, on_first_rank
 from trimtab.checkpoint.state import plain_name, unwrapped
@@ -110,6 +111,8 @@ def save_pretrained(model: Any, folder: Path | str, *, max_shard_size: int | str
 
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        if model.is_remote_code():  # with the files that define it
+            custom_object_save(model, folder, config=model.config)
         model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)

@@ -21,8 +21,9 @@ import torch
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 
 from trimtab.checkpoint.folder import MODEL, read_index
 from trimtab.checkpoint.tensors import SavePlanner, read_dcp, stored, write_dcp
@@ -31,8 +32,6 @@ from trimtab.errors import InputError, full_disk
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 4 * 10**9
-BLOCK_BYTES = 1 << 24
-"""Of a tensor that is written by rows."""
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
@@ -77,9 +76,42 @@ class DcpFolder(TensorStore):
             raise InputError(f"{folder}: holds no tensor of a model ({MODEL}...), only {sorted(found)[:3]}")
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        tensors = {n: torch.empty(self.infos[n].shape, dtype=self.infos[n].dtype, device="cpu") for n in names}
-        read_dcp(self.folder, {MODEL + n: t for n, t in tensors.items()}, alone=True)
-        return tensors
+        self._whole = None
+        planner = _Taking()
+        tensors = {MODEL + n: torch.empty(self.infos[n].shape, dtype=self.infos[n].dtype, device="cpu") for n in names}
+        read_dcp(self.folder, tensors, alone=True, planner=planner)
+        tensors |= {key: taken.tensor for key, taken in planner.taken.items()}
+        return {n: tensors[MODEL + n] for n in names}
+
+
+class _Taking(DefaultLoadPlanner):
+    """Takes tensors that lie in one piece as torch's reader has them, where it would copy them into others."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.taken: dict[str, _Taken] = {}
+
+    def resolve_tensor(self, read_item: ReadItem) -> Any:
+        target, key = super().resolve_tensor(read_item), read_item.dest_index.fqn
+        if target.shape != self.state_dict[key].shape:
+            return target
+        return self.taken.setdefault(key, _Taken(target))
+
+
+class _Taken:
+    """A target of torch's reader: holds the tensor that is copied into it."""
+
+    def __init__(self, target: Tensor) -> None:
+        self.tensor = target
+
+    def detach(self) -> _Taken:
+        return self
+
+    def size(self) -> torch.Size:
+        return self.tensor.shape
+
+    def copy_(self, tensor: Tensor) -> None:
+        self.tensor = tensor.contiguous()
 
 
 def write_store(store: TensorStore, folder: Path, *, done: Callable[[str], None]) -> None:
@@ -89,17 +121,22 @@ def write_store(store: TensorStore, folder: Path, *, done: Callable[[str], None]
 
 
 class _FillingPlanner(SavePlanner):
-    """Plans on tensors of the meta device and reads each when it is written."""
+    """Plans on tensors of the meta device and fills each when it is written, after the memory of the last is freed:
+    torch's writer holds all tensors of a file."""
 
     def __init__(self, store: TensorStore, done: Callable[[str], None]) -> None:
         super().__init__()
-        self.store, self.done = store, done
+        self.store, self.done, self._last = store, done, torch.empty(0)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         name = write_item.index.fqn.removeprefix(MODEL)
-        tensor = self.store.read([name])[name].contiguous()
+        self._last.untyped_storage().resize_(0)
+        info, at = self.store.infos[name], 0
+        self._last = torch.empty(info.shape, dtype=info.dtype, device="cpu")
+        for block in self.store.blocks(name):
+            self._last.view(-1)[at : (at := at + block.numel())] = block.flatten()
         self.done(name)
-        return tensor
+        return self._last
 
 
 def holds_safetensors(folder: Path) -> bool:
@@ -117,7 +154,7 @@ class SafetensorsFolder(TensorStore):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of: dict[str, str] = {}
-        self._opened: dict[str, Any] = {}  # mapped into memory, not read
+        self._start: dict[str, int] = {}  # of a tensor's bytes in its file
         self.infos: dict[str, TensorInfo] = {}
         indexed = self._read_index()
         for file in [SINGLE] if indexed is None else dict.fromkeys(indexed.values()):
@@ -127,10 +164,18 @@ class SafetensorsFolder(TensorStore):
             raise InputError(f"{folder / INDEX}: {len(odd)} tensors are not where it says, among them {odd[0]}")
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self._opened[self._file_of[name]].get_tensor(name) for name in names}
+        return {name: self._read(name, self.infos[name].shape) for name in names}
 
     def read_rows(self, name: str, rows: slice) -> Tensor:
-        tensor: Tensor = self._opened[self._file_of[name]].get_slice(name)[rows]
+        return self._read(name, (rows.stop - rows.start, *self.infos[name].shape[1:]), rows.start)
+
+    def _read(self, name: str, shape: Sequence[int], row: int = 0) -> Tensor:
+        """Rows of a tensor. What is mapped into memory, as safetensors does, stays there until the file is closed."""
+        path, tensor = self.folder / self._file_of[name], torch.empty(shape, dtype=self.infos[name].dtype, device="cpu")
+        with _reading(path), path.open("rb") as file:
+            file.seek(self._start[name] + (row and row * tensor.nbytes // len(tensor)))
+            if file.readinto(bits(tensor).numpy().data) < tensor.nbytes:
+                raise InputError(f"{path}: ends before {name} does")
         return tensor
 
     def _read_index(self) -> dict[str, str] | None:
@@ -155,19 +200,20 @@ class SafetensorsFolder(TensorStore):
 
     def _open(self, file: str) -> None:
         try:
-            opened: Any = safe_open(self.folder / file, framework="pt")
+            with safe_open(self.folder / file, framework="pt") as opened, (self.folder / file).open("rb") as raw:
+                names, size = list(opened.keys()), int.from_bytes(raw.read(8), "little")
+                header = json.loads(raw.read(size))
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.folder / file}: not a whole safetensors file ({error})") from error
-        self._opened[file] = opened
-        for name in list(opened.keys()):
+        for name in names:
             if name in self._file_of:
                 raise InputError(f"{self.folder}: {name} is in {self._file_of[name]} and in {file}")
             self._file_of[name] = file
-            header = opened.get_slice(name)
-            dtype = _DTYPES.get(header.get_dtype())
-            if dtype is None:
-                raise InputError(f"{self.folder / file}: {name} is {header.get_dtype()}, not to be converted")
-            self.infos[name] = TensorInfo(shape=tuple(header.get_shape()), dtype=dtype)
+            code, shape, (start, _) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
+            if code not in _DTYPES:
+                raise InputError(f"{self.folder / file}: {name} is {code}, not to be converted")
+            self.infos[name] = TensorInfo(shape=tuple(shape), dtype=_DTYPES[code])
+            self._start[name] = 8 + size + start
 
 
 def planned(store: TensorStore, shard_bytes: int | str) -> StateDictSplit:
@@ -177,7 +223,7 @@ def planned(store: TensorStore, shard_bytes: int | str) -> StateDictSplit:
 
 def parts(store: TensorStore, plan: StateDictSplit) -> Iterator[Iterator[Tensor]]:
     """Each tensor in blocks, in the order in which files are written: of ranks, all must read in this one."""
-    return (blocks(store, name) for names in plan.filename_to_tensors.values() for name in names)
+    return (store.blocks(name) for names in plan.filename_to_tensors.values() for name in names)
 
 
 def write_safetensors(
@@ -215,17 +261,6 @@ def write_safetensors(
             (folder / name).unlink()
 
 
-def blocks(store: TensorStore, name: str) -> Iterator[Tensor]:
-    """A tensor in blocks of rows, of `BLOCK_BYTES` or one row."""
-    info = store.infos[name]
-    if info.nbytes <= BLOCK_BYTES:
-        yield store.read([name])[name]
-        return
-    step = max(1, BLOCK_BYTES * info.shape[0] // info.nbytes)
-    for row in range(0, info.shape[0], step):
-        yield store.read_rows(name, slice(row, min(row + step, info.shape[0])))
-
-
 def _header(infos: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int]]:
     """(what a file begins with, where in it each tensor does): by dtype, the widest first, then by name."""
     codes, held = list(_DTYPES), {dtype: code for code, dtype in _DTYPES.items()}
@@ -238,6 +273,14 @@ def _header(infos: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int]]:
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {n: start + fields[n]["data_offsets"][0] for n in infos}
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
 
 
 @contextmanager

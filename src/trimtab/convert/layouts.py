@@ -176,7 +176,8 @@ class Blocks:
                 sources = tuple(at + name for name in (part.theirs if to_ours else (part.ours,)))
                 if absent := [name for name in sources if name not in store.infos]:
                     raise InputError(f"layout {self.layout.name}: there is no {absent[0]} in the checkpoint")
-                steps.append(Step(sources, partial(part.to_ours if to_ours else part.to_theirs, at, dtypes)))
+                run = partial(part.to_ours if to_ours else part.to_theirs, at, dtypes)
+                steps.append(Step(sources, run, by_rows=len(part.theirs) == 1))
         taken = {name for step in steps for name in step.sources}
         return Mapped(store, [*steps, *(kept(name) for name in store.infos if name not in taken)])
 

@@ -16,7 +16,7 @@ from trimtab.checkpoint import folder as on_disk
 from trimtab.checkpoint.folder import CONFIG, carried_files
 from trimtab.convert.files import DcpFolder, SafetensorsFolder, holds_safetensors
 from trimtab.convert.layouts import LAYOUTS, Blocks, blocks_of, prove
-from trimtab.convert.tensors import Mapped, TensorStore, bits, content_hash, kept
+from trimtab.convert.tensors import Mapped, TensorStore, content_hash, digest, kept
 from trimtab.errors import ConfigError, InputError, first_line
 
 TRANSFORMERS = "transformers"
@@ -215,8 +215,7 @@ def repeated_ties(model: Any, store: TensorStore) -> list[str]:
     repeated = [n for n, shared in ties(model).items() if n in store.infos and shared in store.infos]
     for n in repeated:
         shared = ties(model)[n]
-        one, other = store.read([n])[n], store.read([shared])[shared]
-        if one.dtype != other.dtype or not torch.equal(bits(one), bits(other)):
+        if store.infos[n] != store.infos[shared] or digest(store, n) != digest(store, shared):
             raise InputError(f"{n} and {shared} are one weight by the configuration, but they differ")
     return repeated
 

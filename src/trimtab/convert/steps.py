@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
+    Concatenate,
     Interleave,
     MergeModulelist,
     PrefixChange,
@@ -55,8 +56,9 @@ class Group:
     def steps(self, model: Any, infos: Mapping[str, TensorInfo], renamings: Sequence[Any] = ()) -> list[Step]:
         """The steps that convert the group and then rename what comes out: one, or one for each expert's matrix."""
         plain = isinstance(self.transform, WeightRenaming)
-        by_rows = plain or self._keeps_experts(apart=False)
-        whole = Step(self.sources, partial(self._convert, model, renamings), by_rows=by_rows)
+        stack = self._stack()
+        by_rows = plain or bool(stack) or self._keeps_experts(apart=False)
+        whole = Step(self.sources, partial(self._convert, model, renamings), by_rows=by_rows, stack=stack)
         if plain or not self._keeps_experts(apart=True):
             return [whole]
         made = infos_of(whole.run({name: infos[name].meta() for name in self.sources}))
@@ -77,6 +79,14 @@ class Group:
         split = bool(operations) and isinstance(operations[-1], SplitModulelist) and operations.pop().dim == 0
         return split == apart and len(self.members) == 1 and all(map(_within_experts, operations))
 
+    def _stack(self) -> list[tuple[str, ...]]:
+        """The sources that are stacked, of each expert; none where what is made of one is not its row."""
+        operations = list(getattr(self.transform, "operations", ()))
+        if not operations or not isinstance(first := operations.pop(0), MergeModulelist) or first.dim != 0:
+            return []
+        experts = [[name for name, of in self.members if of == key] for key in self.transform.source_patterns]
+        return list(zip(*experts, strict=True)) if all(map(_within_experts, operations)) else []
+
     def _convert(
         self, model: Any, renamings: Sequence[Any], tensors: Mapping[str, Tensor], expert: int | None = None
     ) -> dict[str, Tensor]:
@@ -85,7 +95,8 @@ class Group:
             targets = transform.target_patterns
             targets[:], target = [t.replace("*", str(expert)) for t in targets], target.replace("*", str(expert))
         for name, pattern in self.members:
-            transform.add_tensor(target, name, pattern, tensors[name])
+            if name in tensors:
+                transform.add_tensor(target, name, pattern, tensors[name])
         try:
             made = transform.convert(target, model=model, config=model.config)
         except Exception as error:
@@ -182,7 +193,7 @@ def _within_experts(operation: Any) -> bool:
     """True if an operation leaves the first dim of a stack of experts alone, whatever is in it."""
     if isinstance(operation, Transpose):
         return not operation.check_dims and min(operation.dim0, operation.dim1) > 0
-    return isinstance(operation, (Chunk, Interleave)) and operation.dim > 0
+    return isinstance(operation, (Chunk, Concatenate, Interleave)) and operation.dim > 0
 
 
 def _check_group(group: Group, infos: Mapping[str, TensorInfo]) -> None:

@@ -6,13 +6,18 @@ Names, shapes and dtypes are known from the start; values are read when they are
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab.errors import InputError
+
+BLOCK_BYTES = 1 << 22
+"""Of a tensor that is read, hashed or written by rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +57,30 @@ class TensorStore:
             self._whole = name, self.read([name])[name]
         return self._whole[1][rows]
 
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """The tensor in blocks of rows, of `BLOCK_BYTES` or one row."""
+        info = self.infos[name]
+        if info.nbytes <= BLOCK_BYTES:
+            yield self.read([name])[name]
+            return
+        step = max(1, BLOCK_BYTES * info.shape[0] // info.nbytes)
+        for row in range(0, info.shape[0], step):
+            yield self.read_rows(name, slice(row, min(row + step, info.shape[0])))
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """A group of tensors that a mapping takes together. `run` is also called with tensors on the meta device.
 
-    by_rows: rows of what it makes are made of the same rows of its sources.
+    by_rows: rows of what it makes are made of the same rows of its sources, or of the whole sources in these rows of
+    `stack`, if it has one.
     rows, made: what it makes, of these rows of its one source alone.
     """
 
     sources: tuple[str, ...]
     run: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     by_rows: bool = False
+    stack: Sequence[Sequence[str]] = ()
     rows: slice | None = None
     made: Mapping[str, TensorInfo] | None = None
 
@@ -100,6 +117,8 @@ class Mapped(TensorStore):
         step = self._step_of[name]
         if not step.by_rows:
             return super().read_rows(name, rows)
+        if step.stack:
+            return step.run(self.inner.read([source for row in step.stack[rows] for source in row]))[name]
         return step.run({source: self.inner.read_rows(source, rows) for source in step.sources})[name]
 
     def sources_of(self, name: str) -> tuple[str, ...]:
@@ -118,27 +137,50 @@ class Mapped(TensorStore):
 
 
 class Hashed(TensorStore):
-    """Takes the SHA-256 (name, dtype, shape, bytes) of every tensor that is read through it."""
+    """Takes the SHA-256 (name, dtype, shape, bytes) of every tensor that is read through it, whole or row after row."""
 
     def __init__(self, inner: TensorStore) -> None:
         self.inner, self.infos = inner, inner.infos
         self.hashes: dict[str, str] = {}
+        self._begun: dict[str, tuple[Any, int]] = {}  # by name, of how many rows
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = self.inner.read(names)
         for name, tensor in tensors.items():
-            if name not in self.hashes:
-                whole = hashlib.sha256(f"{name}\n{infos_of({name: tensor})[name]}\n".encode())
-                whole.update(bits(tensor.detach()).numpy().data)
-                self.hashes[name] = whole.hexdigest()
+            self._take(name, tensor, slice(0, *self.infos[name].shape[:1]))
         return tensors
 
-    def finish(self) -> dict[str, str]:
-        """All hashes; reads the tensors that have not been read yet, one by one."""
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        tensor = self.inner.read_rows(name, rows)
+        self._take(name, tensor, rows)
+        return tensor
+
+    def finish(self, done: Callable[[str], None] = lambda name: None) -> dict[str, str]:
+        """All hashes; reads the tensors that have not been read to their end, one by one."""
         for name in self.infos:
             if name not in self.hashes:
-                self.read([name])
+                deque(self.blocks(name), maxlen=0)
+            done(name)
         return self.hashes
+
+    def _take(self, name: str, tensor: Tensor, rows: slice) -> None:
+        info = self.infos[name]
+        begun = hashlib.sha256(f"{name}\n{info}\n".encode()), 0
+        taken, row = begun if rows.start == 0 else self._begun.get(name, begun)
+        if name in self.hashes or row != rows.start:
+            return
+        taken.update(bits(tensor.detach()).numpy().data)
+        self._begun[name] = taken, rows.stop
+        if not info.shape or rows.stop == info.shape[0]:
+            self.hashes[name] = self._begun.pop(name)[0].hexdigest()
+
+
+def digest(store: TensorStore, name: str) -> str:
+    """The SHA-256 of a tensor's bytes."""
+    taken = hashlib.sha256()
+    for block in store.blocks(name):
+        taken.update(bits(block).numpy().data)
+    return taken.hexdigest()
 
 
 def content_hash(hashes: Mapping[str, str]) -> str:

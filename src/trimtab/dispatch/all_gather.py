@@ -37,7 +37,8 @@ def gather_uneven(rows: Tensor, longest: int, group: dist.ProcessGroup, guard: G
 class AllGather(OverGroup):
     """Transport over torch's all-gather into one tensor. Same results as `AllToAll`, bit for bit.
 
-    `group` and `guard` as for `AllToAll`.
+    Args:
+        group, guard: as in `AllToAll`.
     """
 
     def handshake(self, message_PC: Tensor) -> Handshake:

@@ -33,7 +33,7 @@ class AllToAll(OverGroup):
     On the CPU it keeps the memory of rows that nobody uses any more, and puts the next rows into it.
 
     Args:
-        group: the expert group.
+        group: the ranks that share the experts.
         guard: True for a guard of its own, False for none, or the guard that several transports of the group share.
             The same on every rank.
     """

@@ -94,7 +94,8 @@ def raise_if_bad(
         more = f" and {len(tokens) - _SHOWN} more" if len(tokens) > _SHOWN else ""
         raise InputError(
             f"{'; '.join(guilty.values())} with an expert id outside -1..{num_experts - 1} or a weight that "
-            f"is not finite{own}{more}. Look at the router's logits there; -1 drops a slot",
+            f"is not finite{own}{more}. Look at the router's logits there (and at sequence ids, which num_sequences "
+            "bounds); -1 drops a slot",
             ranks=tuple(guilty) if ranked else (), layer=layer, phase="route",
         )  # fmt: skip
 

@@ -194,8 +194,11 @@ class Dispatcher:
     def combine(self, y: Tensor, rows: Dispatched, params: Iterable[Tensor] = ()) -> Tensor:
         """Weighted expert outputs [M', D], one per row of `rows`, to sums per token [T, D]. Every rank must call.
 
-        params: those of experts that may leave some out, as a loop does that skips experts without rows: they get
-            gradients of zero, so that this combine has a backward on every rank.
+        Args:
+            y: [M', D], weighted outputs of the experts.
+            rows: what `dispatch` gave out, of the same call.
+            params: those of experts that may leave some out, as a loop does that skips experts without rows: they get
+                gradients of zero, so that this combine has a backward on every rank.
 
         Raises:
             InputError: `y` is not [M', D] like the rows that dispatch gave out, dense, on their device and of a dtype

@@ -5,8 +5,8 @@ Where two ranks differ, every rank raises the same error, with both sides in wor
     call         all ranks         movement, number, sizes, a checksum of the configuration, the layer's name
     weights      all ranks         a checksum of what replicated experts hold, and of what of it is trained
     plan         all ranks         the checksum of the plan of replicas, a tensor on the device
-    tp_tokens    a line of ranks   the line, and its number of sequences and positions
-    cp_tokens    a line of ranks   the line, and its number of sequences
+    tp_tokens    a line of ranks   the line, and its number of sequences (of each pack, too) and positions
+    cp_tokens    a line of ranks   the line, and its number of sequences (of each pack, too)
 
 A message is as wide whatever a call uses: ranks out of step meet in messages of one size.
 """
@@ -41,11 +41,12 @@ _HALF = 1 << 32
 
 class LineTokens(NamedTuple):
     """Tokens of a rank of which the ranks of one line of a mesh have equal numbers. line: its first rank. positions: of
-    each sequence, -1 where they may differ."""
+    each sequence, -1 where they may differ. packed: how many each of these holds at most, 0 where they are no packs."""
 
     line: int
     sequences: int
     positions: int = -1
+    packed: int = 0
 
 
 class Facts(NamedTuple):
@@ -59,7 +60,9 @@ class Facts(NamedTuple):
         """WEIGHTS to CP_TOKENS. PLAN, which is on the device, is left at 0."""
         found = [zlib.crc32(self.weights.encode()), 0]
         for line in (self.tp_tokens, self.cp_tokens):
-            found += (0, 0) if line is None else (line.line + 1, line.sequences * _HALF + line.positions + 1)
+            found += (0, 0) if line is None else (
+                line.packed * _HALF + line.line + 1, line.sequences * _HALF + line.positions + 1
+            )  # fmt: skip
         return found
 
 
@@ -146,18 +149,18 @@ def compare(met: Handshake, rank: int, call: CallId, phase: str, weights: str = 
 
 def _compare_lines(mesh: str, lines_P: Sequence[Sequence[int]], layer: str) -> None:
     """Raises DesyncError where two ranks of a line have other numbers of sequences or positions."""
-    for line in {line for line, _ in lines_P if line}:
-        by_tokens: dict[int, list[int]] = {}
+    for line in {line % _HALF for line, _ in lines_P if line}:
+        by_tokens: dict[tuple[int, int], list[int]] = {}
         for rank, (own, tokens) in enumerate(lines_P):
-            if own == line:
-                by_tokens.setdefault(tokens, []).append(rank)
+            if own % _HALF == line:
+                by_tokens.setdefault((tokens, own // _HALF), []).append(rank)
         if len(by_tokens) > 1:
-            each = "; ".join(f"{_ranks(ranks)}: {_tokens_in_words(tokens)}" for tokens, ranks in by_tokens.items())
-            why = "hold the same tokens" if any(tokens % _HALF for tokens in by_tokens) else "share sequences"
+            each = "; ".join(f"{_ranks(ranks)}: {_tokens_in_words(*tokens)}" for tokens, ranks in by_tokens.items())
+            why = "hold the same tokens" if any(tokens % _HALF for tokens, _ in by_tokens) else "share sequences"
             raise DesyncError(
                 f"ranks of one {mesh} that must {why} were given others ({each}). With tokens='replicated' each is "
                 "given all tokens of its tp_mesh; with a sequence_aux_loss the ranks of a tp_mesh or cp_mesh have "
-                "positions of the same sequences",
+                "positions of the same sequences, or of the same packs with one num_sequences",
                 ranks=tuple(rank for ranks in by_tokens.values() for rank in ranks), layer=layer, phase="count",
             )  # fmt: skip
 
@@ -166,9 +169,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank(s) {', '.join(map(str, ranks))}"
 
 
-def _tokens_in_words(packed: int) -> str:
-    sequences, positions = divmod(packed, _HALF)
-    return f"{sequences} sequence(s)" + (f" of {positions - 1} position(s)" if positions else "")
+def _tokens_in_words(tokens: int, packed: int) -> str:
+    sequences, positions = divmod(tokens, _HALF)
+    what = f"pack(s) with num_sequences={packed}" if packed else "sequence(s)"
+    return f"{sequences} {what}" + (f" of {positions - 1} position(s)" if positions else "")
 
 
 def _call_in_words(theirs: Sequence[int], mine: Sequence[int]) -> str:

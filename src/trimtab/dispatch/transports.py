@@ -9,10 +9,13 @@ Legend: T local tokens, P ranks, C columns of the message, M rows sent, M' rows 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
@@ -26,8 +29,10 @@ from trimtab.guard.guard import Guard
 class Auto(OverGroup):
     """`SharedMemory` where the ranks can use it, else `AllToAll`; the same one on every rank.
 
-    chosen: which, from the first exchange on. why: why not shared memory; empty if it is that. `group` and `guard` as
-    for `AllToAll`.
+    chosen: which, from the first exchange on. why: why not shared memory; empty if it is that.
+
+    Args:
+        group, guard: as in `AllToAll`.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, guard: Guard | bool = True) -> None:
@@ -66,3 +71,17 @@ TRANSPORTS: dict[str, Callable[..., Transport]] = {
 }
 """Each is called with a process group, and guard= if another one than by default. A row here is all that a new one
 takes: names are compared with this, and tests and topologies go through it."""
+_MADE: dict[int, dict[str, Any]] = {}
+
+
+def transport_over(ranks: DeviceMesh | dist.ProcessGroup, name: str) -> Transport:
+    """One, and so one guard, for all layers that are given this very object, and gone with it: so ranks share alike,
+    whenever each of them collects what it no longer uses. Every rank must call."""
+    if id(ranks) not in _MADE:
+        _MADE[id(ranks)] = {}
+        finalize(ranks, _MADE.pop, id(ranks))
+    made = _MADE[id(ranks)]
+    if name not in made:
+        guard = next((other.guard for other in made.values() if other.guard is not None), True)
+        made[name] = TRANSPORTS[name](getattr(ranks, "get_group", lambda: ranks)(), guard=guard)
+    return made[name]  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-WIDTH = 100
+WIDTH = 90
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Finding:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """Findings as aligned plain text, at most 100 columns where words allow."""
+    """Findings as aligned plain text, at most 90 columns where words allow."""
     left = max((len(finding.where) for finding in findings), default=0)
     margin = " " * (9 + left)
     lines = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from trimtab.verify.run import run_local
 
 NEEDED = ("float32", "bfloat16")
 """Dtypes without which the kernels that "auto" takes are of no use."""
+COMPILER = "install a C++ compiler, such as g++: kernels in C++ take about half the time"
 CXX = "unset CXX, or let it name a C++ compiler that works; install g++ if there is none"
 WRONG = (
     "do not train on these kernels: name others (`kernels=`), or another torch or driver; a layer refuses them too, at "
@@ -81,7 +83,9 @@ def judge_kernels(name: str, device: torch.device, tried: Sequence[Tried]) -> Fi
     if all(one.refused for one in tried) and len({one.refused for one in tried}) == 1:
         why = tried[0].refused
         what = f"cannot run on {device}: {why}"
-        return Finding("broken", where, what, CXX) if blames_cxx(why) else Finding("note", where, what)
+        if blames_cxx(why):
+            return Finding("broken", where, what, CXX)
+        return Finding("note", where, what, COMPILER * why.startswith("no C++ compiler"))
     passed = ", ".join(one.passed for one in tried if one.passed) or "nothing passed"
     lines = [f"{device}{', the default there' if tried[0].chosen else ''}: {passed}"]
     lines += dict.fromkeys(line for one in tried for line in one.about)
@@ -95,7 +99,11 @@ def judge_kernels(name: str, device: torch.device, tried: Sequence[Tried]) -> Fi
 
 
 def _try(name: str, device: torch.device, dtype: torch.dtype) -> Tried:
-    short, chosen = str(dtype).removeprefix("torch."), get_backend("auto", device).name == name
+    short = str(dtype).removeprefix("torch.")
+    with warnings.catch_warnings(record=True) as said:  # of where they are kept
+        warnings.simplefilter("always")
+        auto = get_backend("auto", device)
+    chosen = auto.name == name
     try:
         kernels = get_backend(name, device)
         computed = kernels.compute_dtype(dtype)
@@ -103,10 +111,11 @@ def _try(name: str, device: torch.device, dtype: torch.dtype) -> Tried:
     except BackendError as error:
         return Tried(dtype=short, chosen=chosen, refused=str(error))
     how = "" if computed == dtype else f" in {str(computed).removeprefix('torch.')}"
-    passed = "" if test.fault else f"{short}{how} {test.seconds * 1e3:.1f} ms"
+    passed = "" if test.fault else f"{short}{how}"
     about: tuple[str, ...] = ()
     if isinstance(kernels, CompiledKernels):
         about = (f"compiled for {kernels.instructions}", f"bfloat16 products: {kernels.bf16}")
+        about += tuple(str(one.message) for one in said)
     return Tried(dtype=short, chosen=chosen, passed=passed, about=about, fault=test.fault)
 
 

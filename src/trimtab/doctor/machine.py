@@ -15,6 +15,7 @@ import torch
 from trimtab import __version__
 from trimtab.doctor import Finding
 from trimtab.errors import first_line
+from trimtab.extras import install
 from trimtab.guard.peers import process_state, start_of
 from trimtab.guard.record import Place
 from trimtab.processes import cores
@@ -24,7 +25,7 @@ TORCH = (2, 11)
 TRANSFORMERS = (5, 23)
 """The oldest transformers; the next major version is not known to work."""
 OPTIONAL = {
-    "transformers": "MoE families of transformers (trimtab.integrations.transformers) and `trimtab train`",
+    "transformers": "MoE families of transformers (trimtab.integrations.transformers)",
     "accelerate": "loading transformers models with a distributed config",
     "torchtitan": "trimtab's exchange and experts in torchtitan's MoE (trimtab.integrations.torchtitan)",
     "triton": "Triton kernels on a GPU",
@@ -81,7 +82,8 @@ def judge_torch(version: str, built: str) -> Finding:
 def judge_package(name: str, version: str | None) -> Finding:
     """The finding about an optional package; None: not installed."""
     if version is None:
-        return Finding("note", name, f"not installed: needed for {OPTIONAL[name]}")
+        how = f" ({install(name)})" if install(name) else ""
+        return Finding("note", name, f"not installed: needed for {OPTIONAL[name]}{how}")
     if name != "transformers":
         return Finding("ok", name, version)
     oldest, next_major = TRANSFORMERS, TRANSFORMERS[0] + 1

@@ -39,19 +39,20 @@ class GroupedLinear(GroupedModule):
     """y = x W_g^T + b_g, g the group of the row.
 
     Args:
-        num_groups: G.
-        in_features, out_features: widths; on a GPU, and with kernels "grouped_mm", multiples of 16 bytes in what is
-            computed in.
+        num_groups: G, the weights, one for each group of rows.
+        in_features: width of a row; on a GPU, and with kernels "grouped_mm", a multiple of 16 bytes in what is computed
+            in.
+        out_features: width of an output row; a multiple as well.
         bias: whether each group has one.
         single_parameter: `weight` [G, out, in] and `bias` [G, out], or `weight0` .. and `bias0` .. . State dicts of
             either form load into either.
-        main_grad: "accumulate" or "overwrite": weight gradients go into `weight.main_grad`, whose shape is the
-            weight's and whose dtype is the owner's choice; see `trimtab.experts.weight_grad`. Biases are small and
-            always have ordinary gradients.
+        main_grad: "off", or "accumulate" or "overwrite": weight gradients go into `weight.main_grad`, whose shape is
+            the weight's and whose dtype is the owner's choice. Biases are small and always have ordinary gradients.
+            "te" and "te_first" are TransformerEngine's rules, see `trimtab.experts.weight_grad`.
         delay_wgrad: weight and bias gradients are computed by `backward_dw()`, not by the backward.
         recipe: low precision, see `trimtab.experts.recipes`; `recipe_way` says whether it is emulated. Gradients keep
             the activations' dtype.
-        kernels: what computes; a `KernelChoice` may be shared by layers and can allow a fallback.
+        kernels, dtype, device: as in `ExpertMLP`.
 
     Raises:
         ConfigError: sizes or options that do not fit together.

@@ -162,11 +162,14 @@ def add_adapter(
     optimizer.
 
     Args:
-        name: a new one.
-        rank: r. alpha: the scale is alpha / r, or with `rank_stabilized` alpha / sqrt(r); 2 r if not given.
+        model: any that has such layers.
+        name: of the adapter; a new one.
+        rank: r, the width of the adapter.
+        alpha: the scale is alpha / r; 2 r if not given.
         weights: names among "gate_up", "up", "down" and "weight"; all that a module has if not given.
         shared: one pair for all experts of a layer.
         dropout: of the rows that go into `a`, in training.
+        rank_stabilized: the scale is alpha / sqrt(r).
         dtype: of the adapter's parameters; the weight's if not given.
 
     Returns:

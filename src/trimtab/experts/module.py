@@ -44,17 +44,23 @@ class ExpertMLP(GroupedModule):
     Kept for the backward are the rows and the pre-activations; gathered rows and activations are made again.
 
     Args:
-        num_experts: E.
-        dim, hidden: D and F; on a GPU, and with kernels "grouped_mm", multiples of 16 bytes in what is computed in.
-        activation: a name of `trimtab.experts.activations.ACTIVATIONS`.
+        num_experts: E, the experts of this rank.
+        dim: D, the width of a row; on a GPU, and with kernels "grouped_mm", a multiple of 16 bytes in what is computed
+            in.
+        hidden: F, the width inside an expert; a multiple as well.
+        activation: between the products; a name of `trimtab.experts.activations.ACTIVATIONS`.
         bias: whether up and down have biases.
-        main_grad: where the gradients of the two weights go, see `trimtab.experts.weight_grad`. Nobody sets their
-            `.grad` then: do not read it.
+        main_grad: where the gradients of the two weights go: "off" to autograd; "accumulate" is added to their
+            `main_grad`, "overwrite" replaces it. Nobody sets their `.grad` then: do not read it. "te" and "te_first"
+            are TransformerEngine's rules, see `trimtab.experts.weight_grad`.
         delay_wgrad: the parameters' gradients are computed by `backward_dw()`, not by the backward. The gradients of
             the pre-activations and of y are kept until then.
         recipe: low precision, see `trimtab.experts.recipes`; `recipe_way` says whether it is emulated. Every operand
-            of a product is quantised, nothing else.
-        kernels: the backend, by name; a `KernelChoice` may be shared by layers and can allow a fallback.
+            of a product is quantized, nothing else.
+        kernels: what computes: "auto", "cpu", "torch", "grouped_mm" or "triton"; a `KernelChoice` may be shared by
+            layers and can allow a fallback.
+        dtype: of the parameters; torch's default one if not given.
+        device: of the parameters; torch's default one if not given.
 
     Parameters: gate_up [E, 2, F, D] (gate 0, up 1) or, without a gate, up [E, F, D]; down [E, D, F]; with biases
     gate_up_bias [E, 2, F] or up_bias [E, F], and down_bias [E, D]. A recipe's states are `up_state` and `down_state`,
@@ -196,7 +202,7 @@ class ExpertMLP(GroupedModule):
                 the backward adds their gradients to those of their homes, see `trimtab.experts.replicated`.
 
         Raises:
-            ConfigError: a parameter was cast to another dtype than these, or wraps other tensors, as a quantised one.
+            ConfigError: a parameter was cast to another dtype than these, or wraps other tensors, as a quantized one.
             InputError: shapes, dtypes or layouts other than these; more slots are kept than `num_slots`, on the CPU;
                 under a transform of `torch.func`.
             BackendError: the kernels fail their self-test, see `KernelChoice`.

@@ -18,9 +18,10 @@ adapter's rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trimtab.experts.activations import Activation, activation_of
@@ -30,7 +31,7 @@ from trimtab.experts.product import Product
 from trimtab.experts.weight import GroupedWeight
 from trimtab.experts.weight_grad import Sink
 from trimtab.kernels.api import Backend, Block
-from trimtab.kernels.rows import combine_rows, gather_padded
+from trimtab.kernels.rows import gather_padded
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +61,8 @@ class Pass:
     up_product: Product = field(init=False)
     down_product: Product = field(init=False)
     w_R1: Tensor = field(init=False)
+    fused: Any = field(init=False, default=None)
+    """Kernels that weigh and activate in one launch, where they know how."""
 
     @property
     def activation(self) -> Activation:
@@ -97,7 +100,14 @@ class Pass:
         seed = None if self.seed is None else int(self.seed)
         other = None if seed is None else seed ^ (1 << 61)
         up = Product(self.up, u=self.u[0], seed=seed, sink=self.sinks[0], low_precision=low[0], **each)  # type: ignore[arg-type]
-        w_R1 = self.w_R1 = slot_weights(self.w, self.plan).to(up.wide)
+        if low[0] is None and up.direct and self.w.dtype is torch.float32:
+            self.fused = self.kernels if self.word in getattr(self.kernels, "words", ()) else None
+        w_R1 = None
+        if self.fused is None or self.down.biases:
+            w_R1 = slot_weights(self.w, self.plan, low[0] is not None)
+            if low[0] is not None or w_R1.device.type == "cpu":
+                w_R1 = w_R1.to(up.wide)
+            self.w_R1 = w_R1
         folded = low[0] is not None or not (up.direct and self.kernels.weighs_sums)
         down = Product(
             self.down, w_R1=w_R1, weighted=folded, u=self.u[1], seed=other, sink=self.sinks[1], low_precision=low[1],
@@ -108,9 +118,10 @@ class Pass:
 
     def blocks(self) -> Iterator[Block]:
         rows, low = self.plan.row_R.shape[0], self.low_precision is not None
-        return blocks_of(
+        blocks = blocks_of(
             self.kernels, self.plan.offsets_e, rows, self.x.dtype, self.up, self.down, low_precision=low
         )  # fmt: skip
+        return blocks if low or not self.kernels.whole else (replace(block, tail=False) for block in blocks)
 
     def gather(self, x: Tensor, block: Block) -> Tensor:
         index_R = self.plan.row_R[block.rows]
@@ -135,16 +146,18 @@ def forward(p: Pass, keep: bool) -> tuple[Tensor, Tensor | None]:
         del x
         if keep and pre_RI is None:
             pre_RI = pre
-        # The activation sees the bits that its backward will see.
-        h = p.activation.forward(pre if up.direct else pre.to(p.x.dtype).to(up.wide))
+        if p.fused:
+            h = p.fused.activate(p.word, pre, p.w, p.plan.slot_R)
+        else:  # the activation sees the bits that its backward will see
+            h = p.activation.forward(pre if up.direct else pre.to(p.x.dtype).to(up.wide))
+            if folded:
+                h *= p.w_R1[block.rows]
         del pre
-        if folded:
-            h *= p.w_R1[block.rows]
         out = down.forward(h, block, out_RD)
         out_RD = out if out_RD is None else out_RD
         del h, out
     assert out_RD is not None
-    y = combine_rows(out_RD, p.plan.row_csr, None if folded else p.w_R1[:, 0])
+    y = p.kernels.combine(out_RD, p.plan.row_csr, None if folded else p.w_R1[:, 0])
     return y, pre_RI
 
 
@@ -153,23 +166,35 @@ def backward(p: Pass, dy: Tensor, pre: Tensor, need_x: bool, d_pre_RI: Tensor | 
     pre-activations' gradient that is then written into `d_pre_RI`, and `p.v`."""
     up, down, _ = p.begin()
     dx_RD = p.rows_of(p.x.shape[1]) if need_x else None
-    dw_R = p.w.new_zeros(p.plan.row_R.shape[0])
+    dw, dw_R = None, None if p.kernels.whole else p.w.new_zeros(p.plan.row_R.shape[0])
     for block in p.blocks():
-        w, pre_block = p.w_R1[block.rows], pre[block.rows].to(up.wide)
+        pre_block = pre[block.rows].to(up.wide)
         d_out = p.gather(dy, block)
         v = down.v(d_out, block)
         dh = down.back(d_out, v, block)
-        h = p.activation.forward(pre_block)
-        dw_R[block.rows] = row_dot(h, dh)
-        if (of_bias := down.bias_dot(d_out, block)) is not None:
-            dw_R[block.rows] += of_bias
-        dh *= w
+        of_bias, now = down.bias_dot(d_out, block), down.trains and d_pre_RI is None
+        if p.fused:
+            d_pre, dh, dw = p.fused.activate_backward(p.word, pre_block, dh, p.w, p.plan.slot_R, of_bias, now)
+            hw = dh  # in whose place it comes
+        else:
+            w, h = p.w_R1[block.rows], p.activation.forward(pre_block)
+            d_w = row_dot(h, dh).to(p.w.dtype)
+            if of_bias is not None:
+                d_w += of_bias
+            if dw_R is None:
+                dw_R = d_w
+            else:
+                dw_R[block.rows] = d_w
+            dh *= w
+            hw = h.mul_(w) if now else None
+            del h
         if d_pre_RI is not None:
             _keep(p.v[1], v, block)
-        elif down.trains:
-            down.gradients(h * w, d_out, v, block)
-        del h, d_out, v
-        d_pre = p.activation.backward(pre_block, dh)
+        elif now:
+            down.gradients(hw, d_out, v, block)
+        del hw, d_out, v
+        if not p.fused:
+            d_pre = p.activation.backward(pre_block, dh)
         del pre_block, dh
         v = up.v(d_pre, block) if need_x or up.trains or d_pre_RI is not None else None
         if d_pre_RI is not None:
@@ -184,8 +209,11 @@ def backward(p: Pass, dy: Tensor, pre: Tensor, need_x: bool, d_pre_RI: Tensor | 
         if up.trains and up.low_precision is not None:  # behind dx: some recipes draw numbers, in this order
             up.gradients(p.gather(p.x, block), d_pre, v, block)
         del d_pre, v
-    d_x = None if dx_RD is None else combine_rows(dx_RD, p.plan.row_csr)
-    return d_x, slot_grads(dw_R, p.plan, p.w)
+    d_x = None if dx_RD is None else p.kernels.combine(dx_RD, p.plan.row_csr)
+    if dw is None:
+        assert dw_R is not None
+        dw = slot_grads(dw_R, p.plan, p.w)
+    return d_x, dw
 
 
 def _keep(there: Tensor | None, v: Tensor | None, block: Block) -> None:
@@ -200,10 +228,13 @@ def gradients(p: Pass, dy: Tensor, pre: Tensor, d_pre_RI: Tensor) -> None:
     v_up, v_down = p.v
     for block in p.blocks():
         if down.trains:
-            h = p.activation.forward(pre[block.rows].to(up.wide))
+            if p.fused:
+                hw = p.fused.activate(p.word, pre, p.w, p.plan.slot_R)
+            else:
+                hw = p.activation.forward(pre[block.rows].to(up.wide)).mul_(p.w_R1[block.rows])
             v = None if v_down is None else v_down[block.rows].to(up.wide)
-            down.gradients(h * p.w_R1[block.rows], p.gather(dy, block), v, block)
-            del h
+            down.gradients(hw, p.gather(dy, block), v, block)
+            del hw
         if up.trains:
             v = None if v_up is None else v_up[block.rows].to(up.wide)
             up.gradients(p.gather(p.x, block), d_pre_RI[block.rows].to(up.wide), v, block)

@@ -52,6 +52,12 @@ def plan_experts(
         plan: ExpertPlan = place(ids_MK, num_experts, alignment)
         _check_slots(num_slots, plan.bag_index.shape[0])
         return plan
+    on_device = getattr(kernels, "place_on_device", None)
+    if on_device is not None:
+        placed: ExpertPlan = on_device(ids_MK, num_experts, alignment, num_slots)
+        return placed
+    if static and alignment == 1 and ids_MK.device.type != "cpu":
+        return _by_sorts(ids_MK, num_experts, num_slots)
     ids_N = ids_MK.reshape(-1)
     kept_N = (ids_N >= 0) & (ids_N < num_experts)
     key_N = torch.where(kept_N, ids_N, num_experts)
@@ -75,13 +81,33 @@ def plan_experts(
     return ExpertPlan(slot_R, row_R, row_csr.indices, row_csr.indptr, counts_e, offsets_e)
 
 
+def _by_sorts(ids_MK: Tensor, num_experts: int, num_slots: int | None) -> ExpertPlan:
+    """A static plan of a few launches: slots sorted by expert, and where they went sorted by slot."""
+    (rows, top_k), slots, device = ids_MK.shape, ids_MK.numel(), ids_MK.device
+    each, total = max(top_k, 1), slots if num_slots is None else min(num_slots, slots)
+    key_N = narrow(ids_MK.reshape(-1).clamp(-1, num_experts) % (num_experts + 1), num_experts)
+    key_N, order_N = torch.sort(key_N, stable=True)
+    offsets_e = torch.searchsorted(key_N, torch.arange(num_experts + 1, device=device, dtype=key_N.dtype))
+    dropped_N = key_N == num_experts
+    slot_R = order_N.masked_fill(dropped_N, -1)[:total]
+    slot_N, place_N = torch.sort(order_N.masked_fill(dropped_N, slots), stable=True)
+    bag_offsets = torch.searchsorted(slot_N, torch.arange(0, rows * each + 1, each, device=device))
+    counts_e = offsets_e.diff()
+    if total < slots:  # nobody reads beyond what was promised
+        place_N, offsets_e = place_N[:total].clamp_(max=max(total - 1, 0)), offsets_e.clamp_(max=total)
+    row_R = slot_R.div(each, rounding_mode="floor")
+    return ExpertPlan(slot_R, row_R, place_N, bag_offsets, counts_e, offsets_e)
+
+
 def _check_slots(num_slots: int | None, kept: int) -> None:
     if num_slots is not None and kept > num_slots:
         raise InputError(f"num_slots is {num_slots}, but {kept} slots are kept", phase="experts")
 
 
-def slot_weights(w_MK: Tensor, plan: ExpertPlan) -> Tensor:
-    """The routing weight of each expert row [R, 1]; 0 in padding."""
+def slot_weights(w_MK: Tensor, plan: ExpertPlan, padding: bool = True) -> Tensor:
+    """The routing weight of each expert row [R, 1]; 0 in padding, if somebody reads it."""
+    if not padding and w_MK.device.type != "cpu":
+        return w_MK.reshape(-1)[plan.slot_R][:, None]
     w_N1 = torch.nn.functional.pad(w_MK.reshape(-1), (0, 1))  # the last one serves padding
     return w_N1[plan.slot_R][:, None]  # slot -1 is the last
 
@@ -90,7 +116,10 @@ def slot_grads(dw_R: Tensor, plan: ExpertPlan, w_MK: Tensor) -> Tensor:
     """Gradients of expert rows back to their slots [M, K]; 0 for dropped slots."""
     slots = w_MK.numel()
     d_N1 = dw_R.new_zeros(slots + 1)
-    d_N1.scatter_(0, torch.where(plan.slot_R < 0, slots, plan.slot_R), dw_R)
+    if dw_R.device.type == "cpu":
+        d_N1.scatter_(0, torch.where(plan.slot_R < 0, slots, plan.slot_R), dw_R)
+    else:
+        d_N1[plan.slot_R] = dw_R  # slot -1 is the last
     return d_N1[:slots].view_as(w_MK)
 
 
@@ -106,7 +135,8 @@ def plan_for(
     """
     if not torch.compiler.is_compiling():
         return _plan(ids_MK, num_experts, num_slots, kernels, whole)
-    bound = ids_MK.numel() if num_slots is None else num_slots
+    slots = ids_MK.numel()
+    bound = slots if num_slots is None else torch.sym_min(num_slots, slots)  # type: ignore[no-untyped-call]
     names = kernels if isinstance(kernels, str) else ""
     return ExpertPlan(*plan_op(ids_MK, num_experts, bound, num_slots is not None, whole, names))
 
@@ -114,12 +144,7 @@ def plan_for(
 def _plan(
     ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Backend | str, whole: str
 ) -> ExpertPlan:  # fmt: skip
-    if getattr(kernels, "name", "") == "triton":
-        from trimtab.kernels.triton.moves import place_slots
-
-        plan = place_slots(ids_MK, num_experts, num_slots=num_slots)
-    else:
-        plan = plan_experts(ids_MK, num_experts, num_slots=num_slots, kernels=kernels)
+    plan = plan_experts(ids_MK, num_experts, num_slots=num_slots, kernels=kernels)
     if whole and not no_values(ids_MK.device):
         _refuse_dropped(whole, plan, ids_MK, num_experts)
     return plan
@@ -141,12 +166,13 @@ def _refuse_dropped(whole: str, plan: ExpertPlan, ids_MK: Tensor, num_experts: i
 def _plan_tensors(
     ids: Tensor, num_experts: int, bound: int, bounded: bool, whole: str, kernels: str
 ) -> list[Tensor]:  # fmt: skip
-    dtype = torch.float32
-    chosen = kernels_of(kernels, ids.device, dtype) if ids.device.type == "cpu" else ""
+    chosen = kernels_of(kernels, ids.device, torch.float32 if ids.device.type == "cpu" else torch.bfloat16)
     plan = _plan(ids, num_experts, bound if bounded else None, chosen, whole)
     slot_R, row_R, indices, *rest = plan
     short = bound - slot_R.shape[0]
     pad = torch.nn.functional.pad
+    if not short:
+        return [*plan]
     return [pad(slot_R, (0, short), value=-1), pad(row_R, (0, short), value=-1), pad(indices, (0, short)), *rest]
 
 

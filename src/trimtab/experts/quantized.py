@@ -98,7 +98,8 @@ def quantized(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
         raise ConfigError(f"weights can be quantized to {known}, not to {name!r}", phase="experts")
     if f.ins and weight.shape[-1] % f.ins:
         raise ConfigError(
-            f"{name} has blocks of {f.ins} values of an expert's inputs, and {weight.shape[-1]} inputs are no multiple",
+            f"{name} has blocks of {f.ins} values of an expert's inputs, and {weight.shape[-1]} inputs are no multiple"
+            "; int8 takes any number",
             phase="experts",
         )
     return f.quantize(weight.detach().contiguous(), f)

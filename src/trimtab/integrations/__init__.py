@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-from weakref import finalize
+from typing import TYPE_CHECKING
+
+from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+    from trimtab.integrations import megatron as megatron
+    from trimtab.integrations import torchtitan as torchtitan
+    from trimtab.integrations import transformer_engine as transformer_engine
+    from trimtab.integrations import transformers as transformers
 
-    from trimtab.dispatch.transport import Transport
-
-_MADE: dict[int, dict[str, Any]] = {}
-
-
-def transport_over(ranks: DeviceMesh | ProcessGroup, name: str) -> Transport:
-    """One, and so one guard, for all layers that are given this very object, and gone with it: so ranks share alike,
-    whenever each of them collects what it no longer uses. Every rank must call."""
-    from trimtab.dispatch.transports import TRANSPORTS
-
-    if id(ranks) not in _MADE:
-        _MADE[id(ranks)] = {}
-        finalize(ranks, _MADE.pop, id(ranks))
-    made = _MADE[id(ranks)]
-    if name not in made:
-        guard = next((other.guard for other in made.values() if other.guard is not None), True)
-        made[name] = TRANSPORTS[name](getattr(ranks, "get_group", lambda: ranks)(), guard=guard)
-    return made[name]  # type: ignore[no-any-return]
+if not TYPE_CHECKING:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -35,27 +35,32 @@ class GroupedLinear(Grouped):
     delayed gradients add up over microbatches.
 
     Args:
-        num_gemms: G.
-        in_features, out_features: of the whole layer; `parallel_mode` "column" divides the latter by the size of the
-            tensor-parallel group, "row" the former. Nothing is communicated here.
+        num_gemms: G, the weights, one for each group of rows.
+        in_features: of the whole layer; `parallel_mode` "row" divides it by the size of the tensor-parallel group.
+        out_features: of the whole layer; "column" divides it so. Nothing is communicated here.
         sequence_parallel: noted at the biases of "row".
         fuse_wgrad_accumulation: weight gradients are added to `weight.main_grad`. A weight with the attribute
             `grad_added_to_main_grad` gets True there and a gradient of unset memory (zeros with `zero_out_wgrad`),
             others get none. A true `overwrite_main_grad` overwrites.
-        tp_group, tp_size: of which only the size is used.
-        get_rng_state_tracker, rng_tracker_name: each weight is drawn in `tracker().fork(name)`.
+        tp_group: the tensor-parallel group, of which only the size is used.
+        tp_size: the same size, where no group is given.
+        get_rng_state_tracker: gives the tracker in whose `fork` each weight is drawn.
+        rng_tracker_name: the name that `fork` is given.
         init_method: draws one weight in place, by default from N(0, 0.023). Biases begin at 0.
-        bias, return_bias: whether each group has one, and whether it is given back beside the output in place of being
-            added: a list of G, or the one parameter.
-        params_dtype: by default torch's default.
-        parallel_mode: None, "column" or "row".
+        bias: whether each group has one.
+        return_bias: whether biases come back beside the output in place of being added: a list of G, or the one
+            parameter.
+        params_dtype: of the parameters; torch's default one if not given.
+        parallel_mode: None; "column" or "row" for a layer that is cut over out_features or in_features.
         device: by default "cuda" where there is one, else "cpu".
         delay_wgrad_compute: weight and bias gradients are computed by `backward_dw()`, not by the backward. Parameters
             are not marked `skip_backward_post_hook`, since autograd delivers these gradients as well.
-        single_grouped_weight, single_grouped_bias: one parameter `weight` [G, out, in], `bias` [G, out], in place of
-            `weight0` .. and `bias0` .. . State dicts of either form load into either.
-        ub_overlap_rs, ub_overlap_ag: must be False. ub_name, save_original_input, use_grouped_tensor, name: attributes.
-        recipe, kernels: as of `trimtab.GroupedLinear`. TransformerEngine's own `autocast` for FP8 chooses none.
+        single_grouped_weight: one parameter `weight` [G, out, in] in place of `weight0` .. ; state dicts of either form
+            load into either.
+        single_grouped_bias: one parameter `bias` [G, out] in place of `bias0` .. , as well.
+        ub_overlap_rs, ub_overlap_ag: Userbuffers, which are not there: False.
+        ub_name, save_original_input, use_grouped_tensor, name: kept as an attribute, and not used.
+        recipe, kernels: as of `trimtab.GroupedLinear`.
 
     Raises:
         ConfigError (a ValueError): sizes or options that do not fit together, a bias with a tensor-parallel group of

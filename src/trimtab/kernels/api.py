@@ -11,23 +11,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from trimtab.kernels.rows import Csr
 
 
 @dataclass(frozen=True)
 class Block:
     """Experts and expert rows that are worked on together.
 
-    offsets_e: [e + 1] within the block's rows. sizes: rows of each expert, where the host knows them.
+    offsets_e: [e + 1] within the block's rows. sizes: rows of each expert, where the host knows them. tail: somebody
+    reads the results of rows behind the last segment.
     """
 
     experts: slice
     rows: slice
     offsets_e: Tensor
     sizes: tuple[int, ...] = ()
+    tail: bool = True
+
+    @cached_property
+    def ends_e(self) -> Tensor:
+        """[e] int32, as torch's grouped GEMM takes them."""
+        return self.offsets_e[1:].int()
+
+    @cached_property
+    def empty_e11(self) -> Tensor:
+        """[e, 1, 1] True for an expert without rows."""
+        return (self.offsets_e[1:] == self.offsets_e[:-1])[:, None, None]
 
 
 class Backend(Protocol):
@@ -54,13 +69,16 @@ class Backend(Protocol):
         """Like `torch.empty_like`, perhaps in memory that was used before."""
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
-        """x[index] for the rows of one block; zeros where the index is -1."""
+        """x[index] for the rows of one block; anything where the index is -1, behind the last segment."""
+
+    def combine(self, rows_nD: Tensor, csr: Csr, weights_n: Tensor | None = None) -> Tensor:
+        """As `rows.combine_rows`."""
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
         """[rows, width] of `dtype` for the blocks' results: not initialized, but zero where no block reaches."""
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
-        """[R, B]. Rows of the block behind its last segment come out zero, whatever `x_RA` holds there.
+        """[R, B]. Rows behind the last segment come out zero, whatever `x_RA` holds there, if `block.tail`.
 
         x_RA: in `compute_dtype` of the weight's dtype.
         """

@@ -3,6 +3,7 @@
 torch        one `mm` per expert, with PyTorch alone                    CPU
 cpu          whole expert MLPs in C++                                   CPU
 grouped_mm   PyTorch's grouped GEMM, offsets on the device              any
+grouped_mm+triton   the same, rows moved and activated by Triton        CUDA
 triton       whole SwiGLU experts in Triton                             CUDA
 """
 
@@ -33,10 +34,11 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "cpu": _from("compiled", "compiled_kernels"),
     "torch": _from("torch_mm", "TorchBackend"),
     "grouped_mm": _from("torch_mm", "GroupedMMBackend"),
+    "grouped_mm+triton": _from("triton.glue", "GluedBackend"),
     "triton": _from("triton.products", "TritonBackend"),
 }
 """Each loads itself when it is asked for first."""
-RUNS_ON = {"cpu": "cpu", "torch": "cpu", "triton": "cuda"}
+RUNS_ON = {"cpu": "cpu", "torch": "cpu", "grouped_mm+triton": "cuda", "triton": "cuda"}
 """Type of device; others run on any."""
 _IN_USE: WeakValueDictionary[str, Backend] = WeakValueDictionary()
 """Backends by the names that stand for them in the arguments of operators."""
@@ -47,7 +49,7 @@ def names_for(name: str, device: torch.device) -> tuple[str, ...]:
     if name != "auto":
         return (name,)
     if device.type != "cpu":
-        return ("grouped_mm",)
+        return ("grouped_mm+triton", "grouped_mm") if device.type == "cuda" else ("grouped_mm",)
     from trimtab.kernels.compiled import switched_off
 
     return ("torch",) if switched_off() else ("cpu", "torch")
@@ -77,8 +79,8 @@ class KernelChoice:
     """A backend by name, tested at first use on a device.
 
     Args:
-        kernels: "auto" (on the CPU "cpu" or else, with a warning that says why, "torch"; on a GPU "grouped_mm"), a name
-            in `BACKENDS`, or a backend of one's own.
+        kernels: "auto" (on the CPU "cpu" or else, with a warning that says why, "torch"; on a GPU
+            "grouped_mm+triton" or else, with a warning, "grouped_mm"), a name in `BACKENDS`, or a backend of one's own.
         fallback: what may be taken instead where these fail, in order. Nothing unless asked for.
 
     Raises:

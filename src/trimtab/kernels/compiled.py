@@ -77,7 +77,7 @@ class CompiledKernels(TorchBackend):
     def __init__(self, *, products: str | None = None, defines: Sequence[str] = ()) -> None:
         if switched_off():
             raise BackendError(f"compiled kernels are switched off by {SWITCH}=0")
-        lib = load(MAIN, list(SOURCES.iterdir()), defines)
+        lib = load(MAIN, list(SOURCES.glob("*")), defines)
         address, number = ctypes.c_void_p, ctypes.c_int64
         for name in ("forward", "backward", "weight_gradients"):
             getattr(lib, f"trimtab_{name}").argtypes = (ctypes.c_char_p, address, address)
@@ -227,7 +227,7 @@ def are_made() -> bool:
     Raises:
         BackendError: there is no compiler, or no folder to keep them in.
     """
-    return is_made(MAIN, list(SOURCES.iterdir()))
+    return is_made(MAIN, list(SOURCES.glob("*")))
 
 
 def at_once(kernels: object, *weights_eAB: Tensor, dtype: torch.dtype | None = None) -> bool:

@@ -15,9 +15,11 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -31,7 +33,8 @@ FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp
 LIMIT = 300  # seconds for a compiler that should take some
 PATIENCE = 2 * LIMIT + 30  # for another process, which compiles and links
 SILENT = 10  # seconds of waiting for another process before a word about it
-_failed: dict[Path, str] = {}
+_log = logging.getLogger(__name__)
+_failed: dict[str, str] = {}
 """Reasons for which this process has no library: it is not tried again, for each layer would wait for the compiler."""
 
 
@@ -83,12 +86,18 @@ def blames_cxx(reason: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/trimtab, else ~/.cache/trimtab. A relative one is none, as its specification has it."""
+    """$XDG_CACHE_HOME/trimtab, else ~/.cache/trimtab. A relative one is none, as its specification has it. Raises
+    OSError where there is no home, as of a user that the system does not know."""
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         return (home if home.is_absolute() else Path.home() / ".cache") / "trimtab"
     except RuntimeError as error:
-        raise BackendError("no folder to keep the compiled kernels in: set HOME or XDG_CACHE_HOME") from error
+        raise FileNotFoundError("this user has no home folder") from error
+
+
+def spare_folder() -> Path:
+    """For where `cache_folder` cannot be written: one for this user among the temporary files. Raises OSError."""
+    return Path(tempfile.gettempdir()) / f"trimtab-{os.getuid()}"
 
 
 def load(main: Path, sources: Sequence[Path], defines: Sequence[str] = ()) -> ctypes.CDLL:
@@ -103,36 +112,71 @@ def load(main: Path, sources: Sequence[Path], defines: Sequence[str] = ()) -> ct
 def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march: str = "native") -> Path:
     """The path of the library of `main`, which includes the other `sources`; compiled if the cache does not have it.
 
-    defines: macros, as in `NAME` or `NAME=value`. march: the machine that it is for.
+    defines: macros, as in `NAME` or `NAME=value`. march: the machine that it is for. Where the cache folder cannot be
+    written it is kept among the temporary files, with a warning.
 
     Raises:
-        BackendError: no compiler, or it fails, or another process has not done with it in time, or the cache folder
-            cannot be written.
+        BackendError: no compiler, or it fails, or another process has not done with it in time, or neither folder can
+            be written.
     """
-    compiler, flags, target = _wanted(main, sources, defines, march)
+    compiler, flags, name = _wanted(main, sources, defines, march)
+    if name in _failed:
+        raise BackendError(_failed[name])
+    refused: list[str] = []
+    for folder_of in (cache_folder, spare_folder):
+        try:
+            folder = folder_of()
+            if refused:
+                _own(folder)
+            _make(compiler, flags, main, folder / name)
+        except OSError as error:
+            refused.append(str(error))
+            continue
+        except BackendError as error:
+            _failed[name] = str(error)
+            raise
+        if refused:
+            warnings.warn(
+                f"the compiled kernels are kept in {folder}, because the cache folder cannot be used ({refused[0]}): "
+                "set XDG_CACHE_HOME to a folder that can be written and stays",
+                stacklevel=2,
+            )
+        return folder / name
+    _failed[name] = f"the compiled kernels cannot be kept anywhere: {'; '.join(refused)}; set XDG_CACHE_HOME"
+    raise BackendError(_failed[name])
+
+
+def is_made(main: Path, sources: Sequence[Path]) -> bool:
+    """True if the cache folder has it, so that `load` has nothing to compile; the errors of `made`."""
+    name = _wanted(main, sources, (), "native")[2]
+    try:
+        return _whole(cache_folder() / name)
+    except OSError:
+        return False
+
+
+def _own(folder: Path) -> None:
+    """Make a folder where all may write, or take it if it is there and nobody else could put a library into it."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
+        raise PermissionError(f"{folder}: others may write there")
+
+
+def _make(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path) -> None:
+    """Compile `target`, unless it is there, by this process alone. Raises OSError where its folder does not take it."""
+    folder = target.parent
     try:
         if not _whole(target):
-            if target in _failed:
-                raise BackendError(_failed[target])
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(target.with_suffix(".lock"), "w") as lock:
                 _take(lock)
                 if not _whole(target):
                     _compile(compiler, flags, main, target)
-        _tidy(target.parent)
+        _tidy(folder)
     except OSError as error:
-        folder = target.parent
-        _failed[target] = f"the compiled kernels cannot be kept in {folder}: {error}{full_disk(folder)}"
-        raise BackendError(_failed[target]) from error
-    except BackendError as error:
-        _failed[target] = str(error)
-        raise
-    return target
-
-
-def is_made(main: Path, sources: Sequence[Path]) -> bool:
-    """True if `load` has nothing to compile; the errors of `made`."""
-    return _whole(_wanted(main, sources, (), "native")[2])
+        raise OSError(f"{folder}: {error.strerror or error}{full_disk(folder)}") from error
 
 
 def _take(lock: IO[str]) -> None:
@@ -150,7 +194,7 @@ def _take(lock: IO[str]) -> None:
             )
         if waited > SILENT and not told:
             told = True
-            logging.getLogger(__name__).warning("waiting for the process that compiles and holds %s", lock.name)
+            _log.warning("trimtab: waiting for the process that compiles kernels and holds %s", lock.name)
         time.sleep(0.05)
 
 
@@ -165,7 +209,7 @@ def _tidy(cache: Path) -> None:
 def _whole(library: Path) -> bool:
     try:
         return _hash_of(library).read_bytes() == hashlib.sha256(library.read_bytes()).hexdigest().encode()
-    except FileNotFoundError:
+    except OSError:
         return False
 
 
@@ -175,19 +219,19 @@ def _hash_of(library: Path) -> Path:
 
 def _wanted(
     main: Path, sources: Sequence[Path], defines: Sequence[str], march: str
-) -> tuple[list[str], tuple[str, ...], Path]:
-    """Compiler, flags, and where the cache would have the library."""
+) -> tuple[list[str], tuple[str, ...], str]:
+    """Compiler, flags, and the name of the library's file."""
     compiler = find_compiler()
     flags = (*FLAGS, f"-march={march}", *(f"-D{define}" for define in defines))
-    return compiler, flags, cache_folder() / f"{main.stem}-{_key(compiler, flags, sources)}.so"
+    return compiler, flags, f"{main.stem}-{_key(compiler, flags, sources)}.so"
 
 
 def _key(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path]) -> str:
     found = hashlib.sha256()
     program, *options = compiler
     real = os.path.realpath(program)  # the compiler itself, or what runs it by the name of its link, as ccache does
-    stat = os.stat(real)
-    for part in (program, real, stat.st_size, stat.st_mtime_ns, *options, *flags, _openmp(), _cpu()):
+    about = os.stat(real)
+    for part in (program, real, about.st_size, about.st_mtime_ns, *options, *flags, _openmp(), _cpu()):
         found.update(f"{part}\n".encode())
     for source in sorted(sources):
         found.update(source.read_bytes())
@@ -208,6 +252,7 @@ def _openmp() -> str:
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path) -> None:
+    _log.warning("trimtab: compiling kernels for this CPU, once, about 15 s; kept in %s", target.parent)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}.making-") as made_in:
         folder = Path(made_in)
         made, library, digest = (folder / name for name in ("made.o", "made.so", "digest"))
@@ -219,12 +264,23 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], main: Path, target: 
 
 
 def _run(command: list[str], folder: Path) -> None:
+    """Raises BackendError where the compiler fails, OSError where that is for want of room in `folder`."""
+    said = f"the C++ compiler failed: {shlex.join(command)}"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False,
+            env={**os.environ, "TMPDIR": str(folder)},
+        )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise BackendError(f"the C++ compiler took more than {LIMIT} s: {shlex.join(command)}") from error
+    except OSError as error:
+        raise BackendError(f"{said}\n{error}") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         told = [line for line in lines if "error" in line.lower()][:3] or lines[-3:]
-        text = "\n".join([f"the C++ compiler failed: {shlex.join(command)}", *told])
-        raise BackendError(text + full_disk(folder.parent))
+        if done.returncode < 0:
+            told += [f"it was ended by signal {-done.returncode}; 9 often means that memory ran out"]
+        text = "\n".join([said, *(told or [f"exit code {done.returncode}, and not a word"])])
+        raise OSError(text.rpartition("\n")[2]) if full_disk(folder) else BackendError(text)
+    if not Path(command[-1]).is_file():
+        raise BackendError(f"{said}\nit ended well and did not write {command[-1]}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trimtab.kernels.api import Block
 from trimtab.kernels.compiled import CODES, TYPES, CompiledKernels
 
 if TYPE_CHECKING:
@@ -93,6 +94,30 @@ def first_triton_fault(launch: Launch, device: torch.device, dtype: torch.dtype)
         if fault := p.fault_in(_by_triton(launch, p, device), TRITON_BOUNDS[dtype]):
             return f"fused experts {sizes} in {dtype}: {fault}"
     return None
+
+
+def first_glue_fault(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The first fault of what Triton does between grouped GEMMs, or None."""
+    p = Problem(TILED, dtype, dtype)
+    fault = p.fault_in(_by_glue(kernels, p, device), TRITON_BOUNDS[dtype])
+    return None if fault is None else f"experts {TILED} in {dtype}: {fault}"
+
+
+def _by_glue(kernels: Any, p: Problem, device: torch.device) -> dict[str, Tensor]:
+    x, up, down, w, dy = (t.to(device) for t in (p.x, p.fields["up"], p.fields["down"], p.w, p.dy))
+    plan = kernels.place_on_device(p.ids.to(device), E, 1, None)
+    row_R, slot_R = plan.row_R, plan.slot_R
+    block = Block(slice(0, E), slice(0, row_R.shape[0]), plan.offsets_e, tail=False)
+    pre = kernels.grouped_mm(kernels.gather(x, row_R), up.mT, block)
+    out = kernels.grouped_mm(kernels.activate("swiglu", pre, w, slot_R), down.mT, block)
+    d_out = kernels.gather(dy, row_R)
+    dh = kernels.grouped_mm(d_out, down, block)
+    d_pre, hw, dw = kernels.activate_backward("swiglu", pre, dh, w, slot_R, None, True)
+    d_up, d_down = torch.full_like(up, torch.nan), torch.full_like(down, torch.nan)
+    kernels.grouped_wgrad(hw, d_out, block, d_down.mT)
+    kernels.grouped_wgrad(kernels.gather(x, row_R), d_pre, block, d_up.mT)
+    y, dx = (kernels.combine(rows, plan.row_csr) for rows in (out, kernels.grouped_mm(d_pre, up, block)))
+    return {"y": y, "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}
 
 
 def _by_triton(launch: Launch, p: Problem, device: torch.device) -> dict[str, Tensor]:

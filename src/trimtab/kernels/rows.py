@@ -81,9 +81,10 @@ def combine_rows(rows_nD: Tensor, csr: Csr, weights_n: Tensor | None = None) -> 
 
 def cut_rest(csr: Csr) -> Tensor:
     """Offsets that share what lies behind the last bag among many: a GPU adds up one bag's rows one by one."""
-    last = csr.indptr[-1:]
-    part = torch.arange(1, REST, device=last.device)
-    return torch.cat((csr.indptr, last + (csr.indices.shape[0] - last) * part // REST))
+    last, end = csr.indptr[-1:], max(csr.indices.shape[0], 1)
+    # last + (end - last) * part // REST, in few launches
+    ends, left = (torch.arange(*of, device=last.device) for of in ((end, end * REST, end), (REST - 1, 0, -1)))
+    return torch.cat((csr.indptr, ends.addcmul_(last, left).div_(REST, rounding_mode="floor")))
 
 
 def narrow(key_N: Tensor, groups: int) -> Tensor:

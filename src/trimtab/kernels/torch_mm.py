@@ -56,6 +56,8 @@ class TorchBackend:
         out = self.pool.empty(index_R.shape[0], x.shape[1], dtype=x.dtype)
         return gather_rows(x, index_R, out)
 
+    combine = staticmethod(combine_rows)
+
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
         result = self.pool.empty(rows, width, dtype=dtype)
         result[int(offsets_e[-1]) :] = 0
@@ -116,24 +118,25 @@ class GroupedMMBackend:
         return dtype
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
-        return gather_padded(x, index_R)
+        return gather_padded(x, index_R) if x.device.type == "cpu" else x[index_R]  # -1 is the last row
+
+    combine = staticmethod(combine_rows)
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
         return torch.empty(rows, width, dtype=dtype, device=offsets_e.device)  # the one block holds all rows
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         self._check_widths(w_eAB.shape[1:] if w_eAB.stride(2) == 1 else w_eAB.shape[1:2], x_RA)
-        y = torch.nn.functional.grouped_mm(row_major(x_RA), w_eAB.to(x_RA.dtype), offs=block.offsets_e[1:].int())
-        y.masked_fill_(self._tail(y, block), 0)
+        y = torch.nn.functional.grouped_mm(row_major(x_RA), w_eAB.to(x_RA.dtype), offs=block.ends_e)
+        if block.tail:
+            y.masked_fill_(self._tail(y, block), 0)
         return y if out is None else out.copy_(y)
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
         self._check_widths(out_eAB.shape[1:], a_RA)
-        offs = block.offsets_e[1:].int()
         out_eAB, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
-        dw = torch.nn.functional.grouped_mm(row_major(a_RA).t(), row_major(b_RB), offs=offs)
-        empty_e = block.offsets_e[1:] == block.offsets_e[:-1]  # some GPUs leave these as they were
-        nothing, zero = empty_e[:, None, None], dw.new_zeros(())
+        dw = torch.nn.functional.grouped_mm(row_major(a_RA).t(), row_major(b_RB), offs=block.ends_e)
+        nothing, zero = block.empty_e11, dw.new_zeros(())  # some GPUs leave these as they were
         if not add and out_eAB.dtype is dw.dtype:
             torch.where(nothing, zero, dw, out=out_eAB)  # one pass over the weights
         else:

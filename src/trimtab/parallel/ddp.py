@@ -86,6 +86,9 @@ def reduce_main_grads(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMes
     For experts built with main_grad="accumulate" (or "overwrite", one micro-batch a step); the optimizer then reads
     `main_grad` and zeroes it. Every rank of `edp_mesh` must call. Biases have ordinary gradients, which `ddp` reduces.
 
+    Args:
+        dp_mesh, edp_mesh: as in `ddp`.
+
     Raises:
         ConfigError: what is no mesh.
         InputError: a trained parameter has no `main_grad`; before any is reduced.

@@ -32,6 +32,8 @@ def clip_grad_norm_(
     gradient counts as zeros. A parameter with `grad_added_to_main_grad` counts by its `main_grad`.
 
     Args:
+        parameters: all of the model, or the model itself.
+        max_norm: the largest norm that gradients keep.
         norm_type: 2, another power above 0, or inf.
         error_if_nonfinite: whether a norm that is not finite raises.
         pp_mesh: pipeline stages, whose parameters are summed up too.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class ParallelMoE(MoE):
             if router.groups == before:
                 router.groups = self.own_groups
 
-    def forward(self, x: Tensor, **given: Tensor | None) -> MoEOutput:
+    def forward(self, x: Tensor, **given: Any) -> MoEOutput:
         """As `MoE.forward`; every rank of the expert group, and all that share the balance losses, must call."""
         group = self.tp_group
         if group is None:
@@ -69,17 +70,18 @@ class ParallelMoE(MoE):
         with standing_in(places, summed):
             return super().forward(x, **given)
 
-    def _facts(self, x: Tensor) -> Facts:
+    def _facts(self, x: Tensor, num_sequences: int) -> Facts:
         tp, cp = self.lines
         weights = self.dispatcher.weights_fact(self.experts)
         if max(tp, cp) < 0:
             return Facts(weights)
         by_sequence = any(router.config.sequence_aux_loss for router in routers(self.router).values())
         sequences, positions = x.shape[:-2].numel(), x.shape[-2] if self.shares else -1
+        packed = num_sequences if by_sequence else 0
         return Facts(
             weights,
-            LineTokens(tp, sequences, positions) if tp >= 0 and (self.shares or by_sequence) else None,
-            LineTokens(cp, sequences) if cp >= 0 and by_sequence else None,
+            LineTokens(tp, sequences, positions, packed) if tp >= 0 and (self.shares or by_sequence) else None,
+            LineTokens(cp, sequences, packed=packed) if cp >= 0 and by_sequence else None,
         )
 
     def _share(self, t: Tensor) -> Tensor:

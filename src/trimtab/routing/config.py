@@ -28,28 +28,33 @@ class RouterConfig:
     """All about the routing decision.
 
     Args:
-        num_experts, top_k: E and K.
-        score: logits to scores, in float32 at least; a name of `trimtab.routing.scores.SCORES`.
+        num_experts: E, over all ranks.
+        top_k: K, the experts that a token goes to.
+        score: how logits become scores, in float32 at least; a name of `trimtab.routing.scores.SCORES`.
         normalize: the picked scores are divided by their sum (for softmax the same as a softmax over the picked).
         scale: factor on the weights, after normalizing.
-        groups, top_groups: experts are cut into `groups` equal runs and only the best `top_groups` of a token may be
-            picked from (DeepSeek-V3, arXiv 2412.19437).
+        groups: experts are cut into so many equal runs (DeepSeek-V3, arXiv 2412.19437).
+        top_groups: only so many of these runs, a token's best ones, may be picked from.
         group_score: what a group is worth, the sum of its best two scores ("top2") or its best ("max").
         bias: an expert bias joins the scores for the selection only (aux-loss-free balancing, arXiv 2408.15664).
         bias_rule: how it moves, once per optimizer step, see `trimtab.update_bias`: "sign" by `bias_rate` towards the
             mean load; "quantile" to what would have made them even, without a rate (see `trimtab.routing.quantile`;
             of scores up to 1, without groups).
-        bias_rate: of "sign".
+        bias_rate: how far "sign" moves a bias in a step.
         select: how experts are chosen; a name of `trimtab.routing.select.SELECTS`. Sinkhorn and expert choice balance
             the tokens of a call on this rank; a single token has nothing beside it.
-        sinkhorn_iterations: how many.
-        aux_loss, sequence_aux_loss, global_aux_loss, z_loss: coefficients, 0 for none, see `trimtab.routing.losses`.
-            The third one's loads are those of an optimizer step so far: `trimtab.update_bias(model)` after each step
-            ends it, with a bias or without, and so does `Router.take_loads`.
+        sinkhorn_iterations: how often "sinkhorn" goes over the scores.
+        aux_loss: coefficient of the balance loss over a micro-batch of all ranks, 0 for none
+            (`trimtab.routing.losses`).
+        sequence_aux_loss: coefficient of the balance loss over each sequence, 0 for none.
+        global_aux_loss: coefficient of the balance loss over an optimizer step so far, 0 for none.
+            `trimtab.update_bias(model)` after each step ends it, with a bias or without; so does `Router.take_loads`.
+        z_loss: coefficient of the mean square of logsumexp(logits), 0 for none.
         capacity_factor: an expert takes at most ceil(factor * K * T / E) slots of this rank's T tokens; None for all.
             With expert choice it is how many an expert picks, factor 1 if None. It holds in `eval()` as well: what a
             token gets then depends on those beside it. To serve one by one as in a batch, None.
-        drop: which slots stay when there are too many, those of the largest weight or of the first tokens.
+        drop: which slots stay when there are too many: those of the largest weight ("probability") or of the first
+            tokens ("position").
         jitter: while training, inputs are multiplied by uniform(1 - jitter, 1 + jitter).
 
     Raises:

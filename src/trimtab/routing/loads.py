@@ -6,12 +6,14 @@ A file has one line a step, {"step": …, "layers": {name: a record of `load_met
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import first_line
+from trimtab.extras import install
 
 
 def load_metrics(tokens_per_expert: list[int], dropped: int = 0) -> dict[str, Any]:
@@ -77,13 +79,15 @@ def draw_loads(metrics: Path, png: Path) -> str | None:
     try:
         _draw(metrics, png)
     except ImportError:
-        return "not drawn: matplotlib is missing (pip install 'trimtab[plot]')"
+        return f"not drawn: matplotlib is missing ({install('matplotlib')})"
     except Exception as error:
         return f"not drawn: {first_line(error, typed=True)}"
     return None
 
 
 def _draw(metrics: Path, png: Path) -> None:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it draws without a home too, and says so at length
+    from matplotlib.colors import TwoSlopeNorm
     from matplotlib.figure import Figure
 
     totals: dict[str, list[int]] = {}
@@ -103,13 +107,16 @@ def _draw(metrics: Path, png: Path) -> None:
         raise ValueError("no step was taken")
     width = max(map(len, totals.values()))
     mean = {name: max(sum(loads), 1) / len(loads) for name, loads in totals.items()}
-    # Layers with fewer experts leave their last cells blank.
+    # Layers with fewer experts leave their last cells gray.
     cells = [[n / mean[k] for n in v] + [float("nan")] * (width - len(v)) for k, v in totals.items()]
 
     balanced = any(value == value for value in busiest["after"])
     figure = Figure(figsize=(15 if balanced else 11, 2.5 + 0.3 * len(cells)), layout="constrained")
     heat, lines, *of_ranks = figure.subplots(1, 3 if balanced else 2, width_ratios=[3, 2, 2] if balanced else [3, 2])
-    image = heat.imshow(cells, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+    most = max(2.0, *(value for row in cells for value in row if value == value))
+    norm = TwoSlopeNorm(vmin=0, vcenter=1, vmax=most)  # white is the mean load
+    image = heat.imshow(cells, aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
+    heat.set_facecolor("0.8")
     figure.colorbar(image, ax=heat, label="load / mean load")
     heat.set(xlabel="expert", ylabel="layer", title=f"load over {len(steps)} steps")
     heat.set_yticks(range(len(cells)), [_short(name) for name in totals])

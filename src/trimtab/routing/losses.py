@@ -121,7 +121,7 @@ def balance_losses(
     counts_before_E: Tensor | None,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """(name -> scalar, counts of this micro-batch over all ranks [E] float64). One all-reduce of 2 E + 3 numbers over
-    `groups.everyone`, with a sequence_aux_loss another of B E counts over `groups.sequence`, whatever a rank's tokens.
+    `groups.everyone`, with a sequence_aux_loss another of S E counts over `groups.sequence`, whatever a rank's tokens.
 
     counts_before_E: counts of the step's earlier micro-batches, for `global_aux_loss`.
 
@@ -130,7 +130,7 @@ def balance_losses(
     c, num_experts = config, config.num_experts
     if routing.basis is None or not any(getattr(c, name) for name in COEFFICIENTS):
         return {}, None
-    logits, (_, chosen, chosen_E, scores, real_T, batch, _, ids_T) = routing.logits_TE, routing.basis
+    logits, (_, chosen, chosen_E, scores, real_T, batch, _, ids_T, most) = routing.logits_TE, routing.basis
     dtype = logits.dtype
     if real_T is None:
         real_T = torch.ones_like(logits[:, 0], dtype=torch.bool)
@@ -141,8 +141,7 @@ def balance_losses(
     z = _log_sum_exp(logits).square().masked_fill(~real_T, 0).sum()
     sequence = z.new_zeros(())
     if c.sequence_aux_loss:
-        sequence_T = _sequences(chosen[:, 0], batch, ids_T)
-        number = batch if ids_T is None else chosen.shape[0]
+        sequence_T, number = _sequences(chosen[:, 0], batch, ids_T, most)
         f_SE = num_experts * _sequence_fractions(chosen, sequence_T, number, num_experts, groups).to(dtype)
         if ids_T is None:
             sequence = (f_SE * p_TE.view(batch, chosen.shape[0] // max(batch, 1), num_experts).sum(1)).sum()
@@ -183,14 +182,17 @@ def _log_sum_exp(logits_TE: Tensor) -> Tensor:
     return (logits_TE - top_T1).exp().sum(-1).log() + top_T1[:, 0]
 
 
-def _sequences(like_T: Tensor, batch: int, ids_T: Tensor | None) -> Tensor:
-    """The sequence that each token is in, 0, 1, …: a row, and within it a run of one id."""
+def _sequences(like_T: Tensor, batch: int, ids_T: Tensor | None, most: int | None) -> tuple[Tensor, int]:
+    """(the sequence that each token is in, S or more): a row; within it a run of one id, or an id 0..most - 1, which
+    names the same sequence on every rank that has positions of the row."""
     row_T = torch.arange(like_T.shape[0], device=like_T.device) // max(like_T.shape[0] // max(batch, 1), 1)
     if ids_T is None:
-        return row_T
+        return row_T, batch
+    if most is not None:
+        return row_T * most + ids_T.clamp(0, most - 1), batch * most
     begins_T = torch.zeros_like(row_T)
     begins_T[1:] = (ids_T[1:] != ids_T[:-1]) | (row_T[1:] != row_T[:-1])
-    return begins_T.cumsum(0)
+    return begins_T.cumsum(0), like_T.shape[0]
 
 
 def _sequence_fractions(

@@ -57,7 +57,7 @@ def decoded(ids_TK: Tensor) -> Decision:
 @exportable
 class Basis(NamedTuple):
     """What `Router.losses` takes the losses from. real_T: the token mask. batch: rows of one length among the tokens.
-    sequence_ids_T: where rows are packs, see `MoE.forward`."""
+    sequence_ids_T, num_sequences: where rows are packs, see `MoE.forward`."""
 
     ids_TK: Tensor
     chosen_TK: Tensor
@@ -67,6 +67,7 @@ class Basis(NamedTuple):
     batch: int
     most_slots: int | None
     sequence_ids_T: Tensor | None = None
+    num_sequences: int | None = None
 
 
 @exportable

@@ -21,7 +21,7 @@ from trimtab.routing.quantile import BINS, add_required
 from trimtab.routing.recompute import counted_before, replayed, replaying, running
 from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
 from trimtab.routing.select import Choosing, drop_over, most_slots, select
-from trimtab.validation import VALUES, check_dtype, check_sizes, holds_ids, holds_values
+from trimtab.validation import VALUES, check_dtype, check_sizes, holds_ids, holds_values, is_whole, wide_ids
 
 
 class Router(nn.Module):
@@ -38,6 +38,12 @@ class Router(nn.Module):
     sums up. Under activation checkpointing see `trimtab.replay_in_recompute`.
     A stage of torch.distributed.pipelining that is not given `input_args` and `output_args` runs a first forward and
     backward on memory that nobody has set: its tokens are counted, and raise where they are not finite.
+
+    Args:
+        config: the routing decision.
+        dim: D, the width of a token.
+        dtype, device: as in `ExpertMLP`.
+        layer: the layer's name, for errors.
 
     Raises:
         ConfigError: `dim` is no size, or `dtype` none of parameters.
@@ -105,20 +111,23 @@ class Router(nn.Module):
         ids_TK: Tensor | None = None,
         batch: int = 1,
         sequence_ids_T: Tensor | None = None,
+        num_sequences: int | None = None,
     ) -> Routing:
         """Route this rank's tokens. `losses` takes the balance losses of what comes out.
 
         Args:
-            x_TD: in float64, float32, bfloat16 or float16.
+            x_TD: tokens, in float64, float32, bfloat16 or float16.
             token_mask_T: bool, True for a real token; the others are not read.
             ids_TK: decisions to replay instead of making them; scores, weights and losses stay live.
             batch: sequences among the tokens, which come in the order (sequence, position).
             sequence_ids_T: int, where these are packs: another id begins another sequence, for `sequence_aux_loss`.
+            num_sequences: of each pack, at most; ids 0..num_sequences - 1 then name them, on all ranks of
+                `groups.sequence`. Weights of real tokens with another id are NaN.
 
         Raises:
             InputError: shapes or dtypes other than these. Ids and weights are checked by dispatch, on every rank.
         """
-        self._check(x_TD, token_mask_T, ids_TK, batch, sequence_ids_T)
+        self._check(x_TD, token_mask_T, ids_TK, batch, sequence_ids_T, num_sequences)
         self._bring(x_TD.device)
         c, real_T = self.config, token_mask_T
         x = x_TD if real_T is None else x_TD.masked_fill(~real_T[:, None], 0)
@@ -130,10 +139,14 @@ class Router(nn.Module):
         weights = self._weights(logits, scores, chosen, decision.complete)
         if ids is not chosen:
             weights = weights.masked_fill(ids < 0, 0)
+        if sequence_ids_T is not None and num_sequences is not None:
+            sequence_ids_T = wide_ids(sequence_ids_T)
+            named_T = sequence_ids_T.clamp(0, num_sequences - 1) == sequence_ids_T
+            weights = weights.masked_fill(~named_T[:, None], math.nan)
         weights = weights.add(plain.sum(-1, keepdim=True), alpha=0)  # NaN where one of them is not finite
         chosen_E = count_ids(chosen, c.num_experts, complete=decision.complete)
         loads_E = chosen_E if ids is chosen else count_ids(ids, c.num_experts)
-        basis = Basis(ids, chosen, chosen_E, scores, real_T, batch, decision.most_slots, sequence_ids_T)
+        basis = Basis(ids, chosen, chosen_E, scores, real_T, batch, decision.most_slots, sequence_ids_T, num_sequences)
         return Routing(ids_TK=ids, weights_TK=weights, loads_E=loads_E, logits_TE=logits, basis=basis)
 
     def losses(self, routing: Routing) -> dict[str, Tensor]:
@@ -262,7 +275,9 @@ class Router(nn.Module):
             state_dict[f"{prefix}expert_bias"] = bias.float()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _check(self, x: Tensor, mask: Tensor | None, ids: Tensor | None, batch: int, packed: Tensor | None) -> None:
+    def _check(
+        self, x: Tensor, mask: Tensor | None, ids: Tensor | None, batch: int, packed: Tensor | None, most: int | None
+    ) -> None:
         problems = []
         if not dense(x) or x.dim() != 2 or x.shape[1] != self.dim or not holds_values(x.dtype):
             wanted = f"floating [T, {self.dim}], dense, in {VALUES}"
@@ -276,8 +291,13 @@ class Router(nn.Module):
             problems.append(f"{x.shape[0]} tokens are not {batch} sequences of one length")
         if packed is not None and (packed.shape != x.shape[:1] or not holds_ids(packed)):
             problems.append(f"sequence ids must be int [{x.shape[0]}], got {packed.dtype} {tuple(packed.shape)}")
-        if packed is not None and self.config.sequence_aux_loss and self.groups.sequence is not None:
-            problems.append("sequence_aux_loss takes no packs that are cut over ranks (tensor, context parallel)")
+        if most is not None and (packed is None or not is_whole(most) or most < 1):
+            problems.append(f"num_sequences={most!r} must be a whole number of at least 1, beside sequence ids")
+        if packed is not None and most is None and self.config.sequence_aux_loss and self.groups.sequence:
+            problems.append(
+                "sequence_aux_loss of packs that are cut over ranks (tensor, context parallel) needs num_sequences, "
+                "and ids that name the sequences of a pack 0, 1, … on all of these ranks"
+            )
         if problems:
             raise InputError("; ".join(problems), layer=self.layer, phase="route")
 

@@ -104,11 +104,14 @@ class Conversation:
     place: str
 
     def chains(self, turns: list[int]) -> Iterator[list[Answer]]:
-        """Yield the answers of `turns`. Those of a chain lie in its last one's text, each in its own context."""
+        """Yield the answers of `turns`. Those of a chain lie in its last one's text, each in its own context; it alone
+        has a text."""
         chain: list[Answer] = []
         for turn in turns:
             answer = self._answer(turn)
-            if chain and answer.text[: chain[-1].end] != chain[-1].text[: chain[-1].end]:
+            if chain and answer.text.startswith(chain[-1].text[: chain[-1].end]):
+                chain[-1] = replace(chain[-1], text="")  # a text for each turn would be turns times the conversation
+            elif chain:
                 yield chain
                 chain = []
             chain.append(answer)
@@ -138,7 +141,7 @@ class Conversation:
             )
         except Exception as error:  # the template is the user's program: whatever it raises is about their data
             raise InputError(f"{self.place}: the chat template refused the messages: {error}") from error
-        return str(text).encode("utf-8", "replace").decode()
+        return re.sub("[\ud800-\udfff]", "?", str(text))
 
     def _tried(self, messages: Messages, *, prompt: bool = False) -> str | None:
         """The text, or None where the template refuses, as many do what does not begin with a user."""

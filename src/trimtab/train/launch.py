@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trimtab.errors import ConfigError, PeerLost, PhaseTimeout, TrimtabError, first_line
+from trimtab.extras import lacking
 from trimtab.processes import Interrupted, cores, first_signal_noted, group_size, module_arguments, signals_raise
 from trimtab.train.config import TrainConfig
 from trimtab.train.plan import DATA, Plan, plan_run
@@ -204,7 +205,7 @@ def _leave_word(message: str, *, expected: bool, follows: bool) -> None:
 def _fail(error: Exception, config: TrainConfig, *, launched: bool) -> NoReturn:
     rank = int(os.environ.get("RANK", 0))
     expected = isinstance(error, TrimtabError)
-    message = str(error) if expected else first_line(error, typed=True)
+    message = str(error) if expected else first_line(error, typed=True) + lacking(error)
     _leave_word(message, expected=expected, follows=isinstance(error, (PeerLost, PhaseTimeout)))
     log = Path(config.out) / LOGS / f"rank-{rank}.log"
     if not expected and log.parent.is_dir():

@@ -13,10 +13,12 @@ import trimtab.integrations.transformers
 from trimtab.checkpoint.ranks import on_every_rank
 from trimtab.convert.layouts import experts_modules
 from trimtab.errors import ConfigError, first_line
+from trimtab.integrations.transformers.composite import freeze_what_sees_no_text, language_model_class
 from trimtab.integrations.transformers.lora import lora_config
 from trimtab.integrations.transformers.quantized import allocate_params
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
 from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig, experts_in
+from trimtab.integrations.transformers.summary import own_name
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
 
@@ -27,16 +29,17 @@ RESUMS = "replicated_with_grad_allreduce"
 
 def inspect(model: str, attn: str | None = None) -> Any:
     """Build the model on the meta device. Raises ConfigError for a path that is no MoE language model."""
-    from transformers import AutoModelForCausalLM
-
     config = preset_config(model) if model in PRESETS else _read_config(model)
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, attn_implementation=attn)
-    except (ValueError, ImportError) as error:
+            skeleton = language_model_class(config).from_config(config, attn_implementation=attn)
+    except ConfigError as error:
+        raise ConfigError(f"--model {model}: {error}") from None
+    except (ValueError, ImportError, AttributeError) as error:
         if attn is not None:
             raise ConfigError(f"--attn {attn}: {first_line(error)}") from error
         raise ConfigError(f"--model {model}: not a causal language model ({first_line(error)})") from error
+    freeze_what_sees_no_text(skeleton)
     if not experts_modules(skeleton):
         raise ConfigError(
             f"--model {model}: {type(skeleton).__name__} has no experts that transformers hands to an implementation; "
@@ -82,7 +85,7 @@ def mask_by_positions(model: Any) -> None:
         masks = create_masks_for_generate(module.config, embedded, None, None, positions)
         return args, {**kwargs, "attention_mask": masks}
 
-    model.base_model.register_forward_pre_hook(with_masks, with_kwargs=True)
+    model.get_decoder().base_model.register_forward_pre_hook(with_masks, with_kwargs=True)
 
 
 def check_model(config: TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> None:
@@ -105,7 +108,7 @@ def check_model(config: TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> 
         raise ConfigError(
             f"--model {config.model}: its tokenizer has {len(tokenizer)} tokens, its embedding {rows} rows"
         )
-    positions, seq_len = getattr(model.config, "max_position_embeddings", None), config.seq_len or 0
+    positions, seq_len = getattr(model.config.get_text_config(), "max_position_embeddings", None), config.seq_len or 0
     if positions is not None and seq_len > positions:
         more = "" if config.model in PRESETS else ", or extend it in its config.json"
         raise ConfigError(
@@ -125,10 +128,23 @@ def _check_adapters(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
             )
     if config.quantize and mesh.ep == 1 and mesh.tp > 1:
         raise ConfigError(f"--quantize with --tp {mesh.tp} and --ep 1: codes are sharded by expert alone; give --ep 2")
-    _quantized_skeleton(model, config)
-    _lora_config(model, config)
+    _check_names(trained_skeleton(model, config))
     if config.model not in PRESETS:
         whole_model(model, Path(config.model))
+
+
+def _check_names(model: Any) -> None:
+    """Raise ConfigError for adapters that peft would not find again: it takes the names in its files through the
+    renamings of the model's checkpoints, and some families' rename what has its name already."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    loaded = set_peft_model_state_dict(model, get_peft_model_state_dict(model, save_embedding_layers=False))
+    if lost := [name.partition(".lora_")[0] for name in loaded.missing_keys if ".lora_" in name]:
+        raise ConfigError(
+            f"--lora: of adapters of {type(model.get_base_model()).__name__} peft renames those of "
+            f"{own_name(lost[0])} and the like as it loads them, and would run without; leave them out of "
+            "--lora-targets, or train without --lora"
+        )
 
 
 def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
@@ -136,7 +152,6 @@ def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
 
     Every rank must call. Raises ConfigError for a checkpoint that lacks weights, or whose weights are not finite.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     trimtab.integrations.transformers.register(
@@ -154,7 +169,7 @@ def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
             ep_implementation=IMPLEMENTATION,
             fsdp_mixed_precision=config.dtype == "bfloat16" and not config.lora,  # it is loaded so
         )
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = language_model_class(_read_config(str(path))).from_pretrained(
         path,
         dtype=torch.bfloat16 if config.lora and config.dtype == "bfloat16" else torch.float32,  # none is trained
         experts_implementation=IMPLEMENTATION,
@@ -167,6 +182,7 @@ def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
     if absent := sorted(report["missing_keys"]):
         raise ConfigError(f"--model {config.model}: the checkpoint lacks {len(absent)} weights, among them {absent[0]}")
     check_finite(model, config.model)
+    freeze_what_sees_no_text(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -256,6 +272,8 @@ def whole_model(skeleton: Any, base: Path) -> tuple[str, str] | None:
     `skeleton` is only the language model in it. Raises ConfigError where that class cannot be built."""
     import transformers
 
+    if hasattr(skeleton, "part_of"):
+        return type(skeleton).__name__, skeleton.base_model_prefix
     config = transformers.AutoConfig.from_pretrained(base, local_files_only=True)
     name = (config.architectures or [""])[0]
     if name == type(skeleton).__name__ or not hasattr(transformers, name):

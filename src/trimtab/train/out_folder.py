@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import json
 import math
-import shutil
 import sys
 from collections import Counter
 from contextlib import ExitStack, suppress
@@ -17,7 +16,7 @@ from typing import TextIO
 
 from trimtab import __version__
 from trimtab.checkpoint.folder import UNFINISHED, clear, step_of, unfinished_checkpoints, whole_checkpoints
-from trimtab.errors import ConfigError
+from trimtab.errors import ConfigError, free_room
 from trimtab.train.autosave import EVERY
 from trimtab.train.models import trained_skeleton
 from trimtab.train.packing import Blocks, prepare_data
@@ -144,8 +143,7 @@ def check_disk(plan: Plan) -> str:
     for place, size in places.items():
         at = place if place.exists() else out
         needed[at.stat().st_dev] += size
-        usage = shutil.disk_usage(at)
-        free[at.stat().st_dev] = usage.free if usage.total else math.inf  # some file systems do not know
+        free[at.stat().st_dev] = free_room(at)
     for folder in goes:
         for path in folder.rglob("*"):
             if path.is_file() and path.stat().st_dev in free:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers import import_transformers
+from trimtab.extras import install, required
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import CHECKPOINTS, FINAL, RUN, unnamed_model
@@ -137,7 +137,7 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
     """Check the options against output folder, data, model and `world` ranks. Touches no file. Raises ConfigError or
     InputError. transformers says no more than errors from here on, unless `debug` is set."""
     groups, eval_groups = _check_options(config, world)
-    import_transformers("trimtab train")
+    required("transformers", "trimtab train", "train")
     from transformers.utils import logging as transformers_logging
 
     from trimtab.convert.layouts import experts_modules
@@ -237,4 +237,5 @@ def _check_names(config: TrainConfig) -> None:
         raise ConfigError(f"--optim {config.optim}: the Trainer has no such optimizer, but {', '.join(known)}")
     for name in config.report_to:
         if name not in (found := get_available_reporting_integrations()):
-            raise ConfigError(f"--report-to {name}: not installed here; there is {', '.join(found) or 'none'}")
+            there = ", ".join(found) or "none"
+            raise ConfigError(f"--report-to {name}: not installed here; there is {there} {install(name)}".rstrip())

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.errors import InputError, first_line
+from trimtab.errors import InputError, TrimtabError, first_line
+from trimtab.extras import required
 from trimtab.train.messages import NO_ANSWER, cleaned, decoded, read_messages
 
 LINES = (".jsonl", ".ndjson")
@@ -28,7 +29,7 @@ TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 """Suffixes that `datasets` reads, with the builder for each."""
 COMPRESSED = (".gz", ".zst")
 SNIFF_BYTES = 4096
-PIECE_CHARS = 1 << 18
+PIECE_CHARS = 1 << 16
 EXPECTED = "`text`, `messages`, `conversations`, or `prompt` and `completion`"
 _RECORD = re.compile(rb'\s*\[?\s*\{[^{}\[\]]*"(text|messages|conversations|prompt|completion)"\s*:')
 
@@ -102,7 +103,9 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}:{number}"
-                yield place, _parsed(line.removeprefix(codecs.BOM_UTF8), place, "one object per line")
+                row = _parsed(line.removeprefix(codecs.BOM_UTF8), place, "one object per line")
+                del line  # it may be long
+                yield place, row
 
 
 def _parsed(text: bytes, place: str, expected: str) -> Any:
@@ -115,15 +118,13 @@ def _parsed(text: bytes, place: str, expected: str) -> Any:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    from datasets import disable_progress_bars, load_dataset
-    from datasets.utils import logging
-
-    disable_progress_bars()
-    logging.set_verbosity(logging.CRITICAL)
+    datasets = required("datasets", f"{path}: a table", "train")
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     kind = kind_of(path)
     options = {"keep_default_na": False} if kind == ".csv" else {}  # else "NA" and empty texts would be None
     with tempfile.TemporaryDirectory(prefix="trimtab-") as locks, _naming(path):
-        found = load_dataset(
+        found = datasets.load_dataset(
             TABLES[kind], data_files=[str(path)], split="train", streaming=True, cache_dir=locks, **options
         )
         for number, row in enumerate(found, start=1):
@@ -142,8 +143,8 @@ def opened(path: Path) -> Iterator[Any]:
     """Open a file's bytes, decompressed. Raises InputError where it cannot be read, or not to its end."""
     with _naming(path):
         if path.suffix in COMPRESSED:
-            import pyarrow  # whose readers, unlike others, say where a stream ends early
-
+            # Its readers, unlike others, say where a stream ends early.
+            pyarrow = required("pyarrow", f"{path}: a compressed file", "train")
             with pyarrow.input_stream(str(path), compression="detect") as file:
                 yield io.BufferedReader(file)
         else:
@@ -156,7 +157,7 @@ def _naming(path: Path) -> Iterator[None]:
     """Whatever pandas, pyarrow or a decompressor raises becomes an InputError that names the file."""
     try:
         yield
-    except InputError:
+    except TrimtabError:
         raise
     except Exception as error:
         raise InputError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or first_line(error)})") from None

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from trimtab.checkpoint.folder import UNFINISHED
+from trimtab.checkpoint.ranks import on_every_rank, on_first_rank
 from trimtab.convert.files import writing
 from trimtab.convert.merge import CONFIG, TENSORS
 from trimtab.errors import InputError
@@ -135,17 +137,20 @@ def _take_steps(trainer: MoETrainer, plan: Plan) -> int:
 
 def _save(model: Any, plan: Plan, rank: int) -> None:
     """Write `final/`: the checkpoint that the run began with, its weights trained; or the adapters, and before them
-    `merged/`, where that is asked for. Every rank must call."""
+    `merged/`, where that is asked for. Every rank must call; all raise what fails on the one that writes."""
     config, skeleton, first = plan.config, plan.skeleton, rank == 0
     unfinished, half = (plan.out / f"{name}{UNFINISHED}" for name in (FINAL, MERGED))
     source = plan.source  # opened as the run began, whatever has become of its folder
     if source is None or source.folder != plan.checkpoint:
         source = open_source(plan.checkpoint, skeleton, config.drop)
-    try:
+
+    def begin() -> None:
         with writing(unfinished):
+            unfinished.mkdir()
+
+    def write() -> None:
+        with _advising(plan), writing(unfinished):
             if not config.frozen:
-                if first:
-                    unfinished.mkdir()
                 write_model(model, source, unfinished, dtype=config.save_dtype, write=first)
             elif first:
                 write_adapter(model, unfinished, base=str(plan.checkpoint.resolve()), dtype=config.save_dtype)
@@ -156,10 +161,19 @@ def _save(model: Any, plan: Plan, rank: int) -> None:
                     print(f"adapter names are those of {named}, the whole model", flush=True)
             if first:
                 unfinished.rename(plan.out / FINAL)
+
+    if not config.frozen:
+        on_first_rank(begin, None)
+    on_every_rank(write, None)
+
+
+@contextlib.contextmanager
+def _advising(plan: Plan) -> Iterator[None]:
+    try:
+        yield
     except InputError as error:
         left = advice(plan.out, plan.mesh.world)
         raise InputError(f"{error}; {left}" if left else str(error)) from error
-    _barrier()
 
 
 def write_adapter(model: Any, folder: Path, *, base: str, dtype: str | None) -> None:

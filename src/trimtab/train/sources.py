@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trimtab.errors import InputError
+from trimtab.extras import required
 from trimtab.train.readers import LINES, TABLES, head_of, is_records, kind_of
 from trimtab.train.report import LOGS, RUN
 
@@ -109,10 +110,10 @@ def _find(name: str, path: Path, split: str | None) -> Group:
 
 def _of_split(name: str, folder: Path, records: list[Path], split: str | None) -> Group:
     """The files of one split, by the names that `datasets` tells splits by; the others are counted as unread."""
-    from datasets import disable_progress_bars
+    datasets = required("datasets", f"--data {name}: a folder of records", "train")
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
-    disable_progress_bars()
+    datasets.disable_progress_bars()
     try:
         found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
     except EmptyDatasetError:

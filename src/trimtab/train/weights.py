@@ -78,11 +78,11 @@ def open_source(folder: Path, model: Any, drop: Sequence[str] = ()) -> Source:
 
 def write_model(model: Any, source: Source, folder: Path, *, dtype: str | None, write: bool) -> None:
     """Write what `source` was opened for, trained, to `folder`, in `dtype` or each weight in the checkpoint's. Every
-    rank must call; one has `write`."""
+    rank must call; one has `write`, and raises InputError of what it cannot write when the others have sent all."""
     inner = unwrapped(model)
     saved = _as_saved(LiveModel(inner, write=write), inner, source, dtype)
     if write:
-        _write_all(saved, source, folder, dtype)
+        _write_all(saved, source, folder, dtype, read_on=True)
     else:
         send_all(saved)
 
@@ -109,8 +109,10 @@ def _as_saved(state: TensorStore, model: Any, source: Source, dtype: str | None)
     return Mapped(saved, [_cast(name, saved.infos[name], source, dtype) for name in saved.infos if name not in twice])
 
 
-def _write_all(saved: TensorStore, source: Source, folder: Path, dtype: str | None) -> None:
-    _write(_Both(saved, Mapped(source.store, map(kept, source.carried))), folder)
+def _write_all(
+    saved: TensorStore, source: Source, folder: Path, dtype: str | None, *, read_on: bool = False
+) -> None:  # fmt: skip
+    _write(_Both(saved, Mapped(source.store, map(kept, source.carried))), folder, read_on=read_on)
     (folder / WRITTEN).touch()
     copy_files(source.files, source.folder, folder, dtype)
     (folder / WRITTEN).unlink()
@@ -226,12 +228,12 @@ def write_plain(source: Path, folder: Path) -> None:
     copy_files(files_beside(source)[0], source, folder, None)
 
 
-def _write(store: TensorStore, folder: Path) -> None:
+def _write(store: TensorStore, folder: Path, *, read_on: bool = False) -> None:
     from tqdm import tqdm
 
     title = f"writing {folder.name}"
     with tqdm(total=len(store.infos), desc=title, unit="tensor", delay=2, leave=False, disable=None) as bar:
-        write_safetensors(store, folder, shard_bytes=SHARD_BYTES, done=lambda _: bar.update())
+        write_safetensors(store, folder, shard_bytes=SHARD_BYTES, done=lambda _: bar.update(), read_on=read_on)
 
 
 def _cast(name: str, info: TensorInfo, source: Source, dtype: str | None) -> Step:

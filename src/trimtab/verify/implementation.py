@@ -65,13 +65,14 @@ def make_place(topology: Topology, rank: int, device: torch.device) -> Place:
 class Share:
     """This rank's part of its data-parallel rank's batch: its own positions, or all where the topology's tokens are so.
 
-    x_BlD in the case's dtype; ids_BlK and mask_Bl where the case has them.
+    x_BlD in the case's dtype; ids_BlK, mask_Bl and documents_Bl (the document of each token) where the case has them.
     """
 
     x_BlD: Tensor
     dy_BlD: Tensor
     ids_BlK: Tensor | None
     mask_Bl: Tensor | None
+    documents_Bl: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,6 +177,7 @@ def _share_of(place: Place, problem: Problem) -> tuple[Share, int, slice]:
         dy_BlD=cut(batch.dy_BLD, problem.sizes.dtype),
         ids_BlK=cut(batch.ids_BLK) if batch.replayed else None,
         mask_Bl=None if batch.mask_BL is None else cut(batch.mask_BL),
+        documents_Bl=None if batch.documents_BL is None else cut(batch.documents_BL),
     )
     return share, d, here
 
@@ -184,6 +185,7 @@ def _share_of(place: Place, problem: Problem) -> tuple[Share, int, slice]:
 def _named(share: Share) -> dict[str, Tensor]:
     """All that a rank is given, by name."""
     named = {"x": share.x_BlD, "dy": share.dy_BlD, "ids": share.ids_BlK, "mask": share.mask_Bl}
+    named["documents"] = share.documents_Bl
     return {name: tensor.detach() for name, tensor in named.items() if tensor is not None}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.layout import shard_cuts
 from trimtab.verify.topologies import Topology
-from trimtab.verify.truth import Batch, Problem, Sizes
+from trimtab.verify.truth import DOCUMENTS, Batch, Problem, Sizes
 
 Length = Callable[[Topology, int, int], int]
 """(topology, data-parallel rank, rank in its tp group) -> positions."""
@@ -192,13 +192,18 @@ def _make_batch(t: Topology, pattern: Pattern, sizes: Sizes, d: int, g: torch.Ge
     if pattern.masked:
         mask = torch.rand(batch, cuts[-1], generator=g) >= pattern.masked
         x[~mask] = GARBAGE
+    documents = None
+    if t.packed != "none":  # of ranks that share rows each has some of any; along a row they come one after another
+        documents = torch.randint(DOCUMENTS, (batch, cuts[-1]), generator=g).sort(1).values
     # At rank 0 of each expert group, where it is in the tp group of this data-parallel rank.
     spoiled = [cuts[i] for i in range(t.tp) if pattern.spoil and (d * t.tp + i) % t.ep == 0]
     if pattern.spoil == "nan":
         x[0, spoiled, 0] = float("nan")
     else:
         ids[0, spoiled, 0] = e + 3
-    return Batch(x_BLD=x, dy_BLD=dy, ids_BLK=ids, mask_BL=mask, replayed=pattern.replayed, cuts=cuts)
+    return Batch(
+        x_BLD=x, dy_BLD=dy, ids_BLK=ids, mask_BL=mask, replayed=pattern.replayed, cuts=cuts, documents_BL=documents
+    )  # fmt: skip
 
 
 def _ranked(ids_NK: Tensor, experts: int, g: torch.Generator) -> Tensor:

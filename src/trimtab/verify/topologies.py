@@ -22,6 +22,7 @@ QUICK = (
     "3r-ep3-tp3-replicated-fsdp", "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp", "4r-ep4-tp2-sharded-ddp",
     "2r-ep2-cp2", "2r-ep2-lora", "2r-etp2-local-sharedlora", "2r-ep2-replicas", "4r-ep2-fsdp-replicas-recomputed",
     "2r-ep2-fsdp-nf4-lora", "2r-ep2-ddp-maingrad-delayed", "2r-ep2-ordered-nf4-sharedlora-replicas-reentrant",
+    "2r-ep2-cp2-packed",
 )  # fmt: skip
 """Up to 4 ranks, each axis of the default rows at least once, but for etp."""
 DEFAULT = (
@@ -50,6 +51,9 @@ DEFAULT = (
     "2r-ep2-int8-replicas", "4r-ep2-etp2-ddp-maingrad", "2r-ep2-sharedmemory-replicas-rerouted-maingrad",
     "1r-local-lora-delayed", "2r-ep2-nf4-delayed", "2r-ep2-ddp-nf4-lora-maingrad-delayed",
     "2r-ep2-fsdp-sharedlora-delayed", "2r-fsdp-local-delayed", "2r-ep2-delayed", "4r-ep2-etp2-fsdp-delayed",
+    "1r-local-packed", "2r-ep2-ddp-packed", "2r-ep2-fsdp-recomputed-packed",
+    "2r-ep2-cp2-packed", "2r-ep2-tp2-replicated-packed", "2r-ep2-tp2-sharded-packed", "4r-ep4-cp2-fsdp-packed",
+    "4r-ep2-cp2-tp2-sharded-ddp-packed", "4r-ep4-tp2-replicated-ddp-reentrant-packed",
 )  # fmt: skip
 """1 to 8 ranks, each way of keeping parameters and of holding tokens; *: each transport but all-to-all."""
 
@@ -73,6 +77,7 @@ class Topology:
         "autoreplicas", where a replica takes two slots off the busiest rank.
     rerun: "recomputed", each layer is run again in the backward; "reentrant", by the reentrant checkpoint; "rerouted",
         by one that has its router decide again; "compiled", each layer is compiled.
+    packed: "packed", rows are packs of documents; there the layers have a loss per document besides.
     """
 
     ranks: int
@@ -91,6 +96,7 @@ class Topology:
     frozen: Literal["none", "frozen", "downalone"] = "none"
     sink: Literal["none", "maingrad"] = "none"
     later: Literal["none", "delayed"] = "none"
+    packed: Literal["none", "packed"] = "none"
 
     @property
     def dp(self) -> int:
@@ -105,7 +111,7 @@ class Topology:
     @property
     def narrow(self) -> bool:
         """True where nothing depends on the dtype that other rows do not show in each."""
-        return (self.replicas, self.sink, self.later, self.frozen) != ("none",) * 4
+        return (self.replicas, self.sink, self.later, self.frozen, self.packed) != ("none",) * 5
 
     @property
     def num_experts(self) -> int:
@@ -117,7 +123,7 @@ class Topology:
         """Short and unique: what `--only` matches, and `topology_named` reads."""
         sizes = [f"{name}{getattr(self, name)}" for name in ("ep", "etp", "cp", "tp") if getattr(self, name) > 1]
         words = [self.tokens, self.data, self.transport.replace("_", ""), self.combine]
-        words += [self.codes, self.adapter, self.replicas, self.rerun, self.frozen, self.sink, self.later]
+        words += [self.codes, self.adapter, self.replicas, self.rerun, self.frozen, self.sink, self.later, self.packed]
         plain = ("own", "none", "alltoall", "sum")
         return "-".join([f"{self.ranks}r", *sizes, *(word for word in words if word not in plain)])
 

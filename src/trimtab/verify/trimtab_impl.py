@@ -22,7 +22,7 @@ from trimtab.routing.recompute import replay_in_recompute
 from trimtab.verify.implementation import Outcome, Place, Share, Subject, gradients_of, over_all_ranks
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
-from trimtab.verify.truth import BALANCE, RANK, SCALE, LayerWeights, Sizes
+from trimtab.verify.truth import BALANCE, DOCUMENTS, RANK, SCALE, LayerWeights, Sizes
 
 SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "down"} | {
     f"experts.adapters.{name}.{weight}{short}_{kind}": f"{name}.{short}_{kind}"
@@ -78,7 +78,7 @@ class Stack(nn.Module):
                 num_experts=sizes.num_experts,
                 top_k=sizes.top_k,
                 normalize=False,
-                sequence_aux_loss=BALANCE if t.cp > 1 else 0.0,
+                sequence_aux_loss=BALANCE if t.cp > 1 or t.packed != "none" else 0.0,
             ),
             combine=t.combine,
             main_grad="accumulate" if t.sink == "maingrad" else "off",
@@ -86,17 +86,21 @@ class Stack(nn.Module):
             dtype=sizes.dtype,
             device=device,
         )
-        self.rerun = t.rerun
+        self.rerun, self.cut = t.rerun, max(t.cp, t.tp) > 1
         self.moes: list[MoE] = [config.build(layer=f"layers.{i}") for i in range(sizes.layers)]
         self.layers = nn.ModuleList(self.moes)
 
-    def forward(self, h: Tensor, mask: Tensor | None, ids: Tensor | None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def forward(
+        self, h: Tensor, mask: Tensor | None, ids: Tensor | None, documents: Tensor | None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         y, loads, losses = h, [], []
+        given = {"token_mask": mask, "ids": ids, "sequence_ids": documents}
+        most = DOCUMENTS if self.cut and documents is not None else None
         for i, moe in enumerate(self.moes):
             h = h + y if i else h
 
             def layer(h: Tensor, moe: MoE = moe) -> tuple[Tensor, ...]:
-                y, found, load, _ = moe(h, token_mask=mask, ids=ids)
+                y, found, load, _ = moe(h, **given, num_sequences=most)
                 return y, load, *found.values()
 
             y, load, *found = AGAIN[self.rerun](layer, h)
@@ -160,7 +164,7 @@ class Layers:
             param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
             param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         x = share.x_BlD.clone().requires_grad_()
-        y, loads, losses = self.model(x, share.mask_Bl, share.ids_BlK)
+        y, loads, losses = self.model(x, share.mask_Bl, share.ids_BlK, share.documents_Bl)
         torch.autograd.backward((y, *losses), (share.dy_BlD, *map(torch.ones_like, losses)))
         assert x.grad is not None
         for moe in reversed(self.moes):

@@ -6,9 +6,10 @@
 With adapters up and down are W + scale b a, and their gradients in place of the weights' are judged. Weights that the
 layer quantizes are the values of their codes, which have no gradients.
 
-Where ranks share sequences the loss has for each layer E / N * sum over tokens of f . p besides, f the fractions of a
-sequence's slots that each expert got. The experts are evaluated densely, all tokens by all experts; a test holds this
-equal to `oracle.moe`. All inputs are exact in the dtype that the case runs in, so both start from the same numbers.
+Where ranks share sequences, or rows are packs, the loss has for each layer E / N * sum over tokens of f . p besides, f
+the fractions of the slots of a sequence, or of a pack's document, that each expert got. The experts are evaluated
+densely, all tokens by all experts; a test holds this equal to `oracle.moe`. All inputs are exact in the dtype that the
+case runs in, so both start from the same numbers.
 
 Legend: B sequences, L positions, N tokens, K experts per token, D model dim, E experts, I = 2F, F expert hidden dim,
 r an adapter's rank, e experts or 1.
@@ -35,6 +36,8 @@ BLOCK = 64
 """Inputs that share a scale of NF4: D and each rank's share of F are multiples."""
 BALANCE = 0.5
 """Coefficient of the loss per sequence, where there is one."""
+DOCUMENTS = 4
+"""How many a pack has at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,7 @@ class Batch:
     ids_BLK: the experts that the router must choose, in its order; -1 where a slot is dropped.
     replayed: whether `ids_BLK` is handed to the layer, its scores alone being live.
     mask_BL: True for a real token, or None. cuts: [tp + 1] positions of each rank of the tp group.
+    documents_BL: where rows are packs, the document of each token: 0..DOCUMENTS - 1.
     """
 
     x_BLD: Tensor
@@ -90,14 +94,15 @@ class Batch:
     mask_BL: Tensor | None
     replayed: bool
     cuts: tuple[int, ...]
+    documents_BL: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One case's data on all ranks. `raises`: the layer must raise InputError, and no data may move.
 
-    cp: batches of d // cp hold positions of the same sequences; above 1 each layer adds `BALANCE` times its
-    `sequence_aux` loss over all of them.
+    cp: batches of d // cp hold positions of the same sequences; above 1, and where rows are packs, each layer adds
+    `BALANCE` times its `sequence_aux` loss over all of them.
     """
 
     sizes: Sizes
@@ -179,14 +184,16 @@ def _forward(batch: Batch, x: Tensor, layers: Sequence[Sequence[Tensor]]) -> tup
     """(y, what the real tokens of each layer did). Masked tokens pass through with nothing added."""
     real = torch.ones(x.shape[:2], dtype=torch.bool) if batch.mask_BL is None else batch.mask_BL
     h, ids, chosen = x[real], batch.ids_BLK[real], []
-    y = h
+    y, sequence_N = h, real.nonzero()[:, 0]
+    if batch.documents_BL is not None:
+        sequence_N = sequence_N * DOCUMENTS + batch.documents_BL[real]
     for layer, (router, up, down) in enumerate(layers):
         # The router of layer i reads the logits two experts further on: see `make_weights`.
         ids_NK = torch.where(ids >= 0, (ids - 2 * layer) % router.shape[0], -1)
         # Not normalised over the chosen: at K = 1 that has no gradient.
         p_NE = (h @ router.T).softmax(1)
         y = dense_moe(h, ids_NK, p_NE.gather(1, ids_NK.clamp_min(0)), up, down)
-        chosen.append(_Routed(sequence_N=real.nonzero()[:, 0], p_NE=p_NE, ids_NK=ids_NK))
+        chosen.append(_Routed(sequence_N=sequence_N, p_NE=p_NE, ids_NK=ids_NK))
         h = h + y
     return torch.zeros_like(x).masked_scatter(real[..., None].expand_as(x), y), chosen
 
@@ -237,7 +244,7 @@ def solve(problem: Problem, weights: Sequence[LayerWeights]) -> Truth:
     ys, routed = zip(*(_forward(b, x, layers) for b, x in zip(problem.batches, xs, strict=True)), strict=True)
     losses = [(y * batch.dy_BLD).sum() for y, batch in zip(ys, problem.batches, strict=True)]
     by_layer = list(zip(*routed, strict=True))
-    if problem.cp > 1:
+    if problem.cp > 1 or problem.batches[0].documents_BL is not None:
         losses += [len(xs) * BALANCE * _balance(ranks, problem.cp) for ranks in by_layer]
     leaves = [*xs, *(p for own in params for p in own.values())]
     found = torch.autograd.grad(torch.stack(losses).sum(), leaves, allow_unused=True, materialize_grads=True)

@@ -18,8 +18,8 @@ from helpers.ranks import run_ranks
 from helpers.routed import D, E, K, Share, run, truth
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.options import ExchangeOptions
+from trimtab.dispatch.transports import transport_over
 from trimtab.errors import ConfigError, InputError
-from trimtab.integrations import transport_over
 from trimtab.integrations.torchtitan import TokenExchange
 
 FALLS = [pattern for pattern in PATTERNS if pattern != "masked"]

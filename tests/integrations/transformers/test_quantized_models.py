@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,53 @@ def test_a_model_of_codes_is_that_of_what_they_decode_to(family: str, name: str)
     assert sum("experts.gate_up_proj_scales" in key for key in model.state_dict()) == 2
     same_adapters_on(copy.deepcopy(model), with_decoded(model))
     same_gradients(loss_and_gradients(model), of_others(with_decoded(model)))
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+@pytest.mark.parametrize("other", ["eager", "grouped_mm", "batched_mm"])
+def test_another_implementation_that_is_set_behind_codes_is_refused_by_name(name: str, other: str) -> None:
+    model = quantize_experts(tiny("qwen3_moe"), name)
+    before = loss_and_gradients(model)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each.set_experts_implementation(other)
+        with pytest.raises(ConfigError, match=rf"experts as codes are run by trimtab: .* before \({name}\)"):
+            loss_and_gradients(each)
+    copied.set_experts_implementation("trimtab")
+    same_gradients(loss_and_gradients(copied), before)
+    truth = with_decoded(copied)
+    truth.set_experts_implementation(other)
+    torch.testing.assert_close(loss_and_gradients(dequantize_experts(model))[0], loss_and_gradients(truth)[0])
+
+
+CASTS: dict[str, Callable[[Any], object]] = {
+    "to": lambda model: model.to(torch.bfloat16), "keyword": lambda model: model.to(dtype=torch.float64),
+    "bfloat16": lambda model: model.bfloat16(), "inner": lambda model: model.model.double(),
+    "experts": lambda model: [module.half() for module in model.modules() if is_transformers_experts(module)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+@pytest.mark.parametrize("cast", CASTS)
+def test_scales_that_a_cast_has_rounded_are_used_for_nothing(cast: str, name: str, tmp_path: Path) -> None:
+    model = quantize_experts(tiny("qwen3_moe"), name)
+    CASTS[cast](model)
+    for use in (loss_and_gradients, dequantize_experts, lambda model: model.save_pretrained(tmp_path)):
+        with pytest.raises(ConfigError, match=rf"scales of {name} came in .*in the place of model\.to\(dtype\)"):
+            use(model)
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_codes_compute_in_the_dtype_of_their_weights_whatever_the_rest_is_cast_to(name: str) -> None:
+    model = quantize_experts(tiny("qwen3_moe").bfloat16(), name)
+    truth = with_decoded(model).to(torch.float32)
+    for module in truth.modules():
+        if is_transformers_experts(module):
+            module.bfloat16()
+    same_gradients(loss_and_gradients(model.to(torch.float32)), of_others(truth))
+    for refused in (model.half, model.float):
+        with pytest.raises(ValueError, match="not supported for quantized model"):
+            refused()
 
 
 @pytest.mark.parametrize("kind", FORMAT)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -140,20 +138,10 @@ def test_models_of_our_own_layers() -> None:
     assert torch.equal(decisions.ids[0].long(), sample)
 
 
-def test_the_page_shows_what_runs() -> None:
+def test_the_page_names_the_families_that_are_refused() -> None:
     page = (Path(__file__).parents[3] / "docs/howto/replay.md").read_text()
-    told, recorded = (s for s in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "vllm" not in s)
-    model = rollouts.build()
-    ids, mask = padded("left")
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
-    samples = [SimpleNamespace(routed_experts=t.numpy()) for t in rollouts.records()]
-    names: dict[str, Any] = {"model": model, "batch": batch, "samples": samples}
-    exec(told, names)
-    assert model.model.layers[2].mlp.gate.weight.grad.abs().max() > 0
-    with tempfile.TemporaryDirectory() as folder:
-        exec("import trimtab\n" + recorded.replace("step.pt", f"{folder}/step.pt"), names)
-    for family in re.findall(r"^.*refuses by name: .*?\. A router", page, re.DOTALL | re.MULTILINE):
-        assert len(re.findall(r"`\w+`", family.partition("refuses by name")[2])) == len(UNREACHABLE)
+    (families,) = re.findall(r"refuses by name: (.*?)\. A router", page, re.DOTALL)
+    assert len(re.findall(r"`\w+`", families)) == len(UNREACHABLE)
 
 
 def test_what_does_not_fit_is_said() -> None:

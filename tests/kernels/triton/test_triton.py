@@ -37,6 +37,7 @@ WGRADS = ("weight_grad", "weight_grad, x gathered", "weight_grad, dy gathered")
 GEMMS = ("rows, weighted", "rows, back", "gate_up", "hidden_grad", *WGRADS)
 POINTERS = {torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
 LAUNCH = Launch()
+INDEXES = ("slot_R", "row_R", "bag_index")
 
 
 def gemm(kernel: Any, t: Tiles, types: dict[str, str], constants: dict[str, Any], folder: Path) -> Built:
@@ -112,10 +113,10 @@ def test_a_gemm_of_float32_spills_nothing(name: str, folder: Path) -> None:
 def others() -> dict[str, tuple[Any, dict[str, str], dict[str, Any], int]]:
     """(kernel, types of its pointers, constants, warps) of what multiplies nothing."""
     power, i32 = {"EXPERTS": 256}, "*i32"
-    places = dict.fromkeys(("offsets_e", "slot_R", "row_R", "bag_index", "bag_offsets"), I64)
+    places = dict.fromkeys(("offsets_e", *INDEXES, "bag_offsets"), I64)
     chunk, moved = power | {"CHUNK": CHUNK}, {"BLOCK": BLOCK}
     return {
-        "count": (count_kernel, {"ids": i32, "counts": i32}, chunk, 4),
+        "count": (count_kernel, {"ids": i32, "counts": i32} | dict.fromkeys(INDEXES, I64), chunk, 4),
         "scan": (scan_kernel, {"counts": i32, "counts_e": I64, "offsets_e": I64}, power | {"STEP": STEP}, 8),
         "place": (place_kernel, {"ids": i32, "before": i32} | places, chunk, 8),
         "gather": (gather_kernel, {"x": BF16, "index": I64, "out": BF16}, moved, 4),

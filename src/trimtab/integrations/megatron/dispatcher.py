@@ -22,10 +22,10 @@ from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.options import ExchangeOptions
 from trimtab.dispatch.route import Dispatched
 from trimtab.dispatch.transport import Transport
+from trimtab.dispatch.transports import transport_over
 from trimtab.errors import ConfigError
 from trimtab.experts.plan import ExpertPlan, plan_experts, slot_grads, slot_weights
 from trimtab.experts.segments import ToExperts
-from trimtab.integrations import transport_over
 from trimtab.integrations.megatron.protocol import MegatronTokenDispatcher
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
 

@@ -51,7 +51,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
     `config.output_layer_init_method`, expert by expert, as SequentialMLP's.
 
     Args:
-        num_local_experts: e.
+        num_local_experts: e, the experts of this rank.
         config: Megatron's TransformerConfig.
         submodules: part of Megatron's signature, not used.
         pg_collection: Megatron's groups, of which `ep`, `expt_tp` and `expt_dp` are read.

@@ -5,6 +5,7 @@ Legend: T local tokens, K experts per token, E experts, M rows of this rank, H h
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class MoELayer(MegatronMoELayer):  # type: ignore[misc]
     `use(spec, router="trimtab")`. Ranks may have any number of tokens. Padding does not travel, and gets 0.
 
     Args:
-        config, submodules, layer_number, pg_collection, and whatever more there is: Megatron's.
+        config, submodules, layer_number, pg_collection, args, kwargs: as Megatron's MoELayer takes it.
         options: as in `TokenDispatcher`.
 
     Raises:
@@ -60,11 +61,18 @@ class MoELayer(MegatronMoELayer):  # type: ignore[misc]
             options=options or ExchangeOptions(), layer=kwargs.get("name") or "",
         )  # fmt: skip
 
+    packs: Any = None
+    """The `packed_seq_params` of the forward that is under way, see `packs.TellsPacks`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's. What it runs again in the backward holds the packs of its own forward."""
+        return MegatronMoELayer.forward(self if self.packs is None else copy(self), *args, **kwargs)
+
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Tokens [S, B, H], S * B >= 0, and where they are padding, bool [S, B] -> what `dispatch_preprocess` takes."""
         self.token_dispatcher.exchange.begin()
         if isinstance(self.router, Router):
-            weights_TK, ids_TK = self.router(hidden_states, padding_mask)
+            weights_TK, ids_TK = self.router(hidden_states, padding_mask, packs=self.packs)
             return weights_TK, ids_TK
         if hidden_states.numel() == 0:
             return self._route_nothing(hidden_states)

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from trimtab.errors import ConfigError
+from trimtab.extras import install
 
 MOE = "megatron.core.transformer.moe"
 METHODS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -90,7 +91,7 @@ def asked(config: Any, options: dict[str, str]) -> list[str]:
     return [f"{name}={value!r} asks for {says}" for name, value, says in named if value]
 
 
-_ADVICE = "trimtab.integrations.megatron follows megatron-core 0.16 to 0.19 (pip install 'trimtab[megatron]')"
+_ADVICE = f"trimtab.integrations.megatron follows megatron-core 0.16 to 0.19 ({install('megatron')})"
 _FOUND = checked(METHODS, FIELDS)
 MegatronMoELayer: Any = _FOUND["MoELayer"]
 MegatronTokenDispatcher: Any = _FOUND["MoETokenDispatcher"]

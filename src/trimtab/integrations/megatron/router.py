@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trimtab.autograd import in_backward
 from trimtab.errors import ConfigError
+from trimtab.integrations.megatron.packs import documents
 from trimtab.integrations.megatron.protocol import TopKRouter, asked
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
@@ -44,7 +45,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     Every rank of the group tp_dp_cp must call while training, once per forward and in the same order; nothing is
     exchanged where no loss has a coefficient. Logits are computed in float32 at least. Jitter is for training alone.
 
-    Args: TopKRouter's.
+    Args:
+        config, pg_collection, kwargs: as Megatron's TopKRouter takes it.
 
     Raises:
         ConfigError: the configuration asks for what this router does not have.
@@ -67,8 +69,9 @@ class Router(TopKRouter):  # type: ignore[misc]
         )  # fmt: skip
         self.calculate_per_token_loss = False  # Megatron's factors for it: these losses are sums already
 
-    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Tokens [S, B, H] and where they are padding, bool [S, B] -> weights and ids [T, K], -1 for none."""
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None, *, packs: Any = None) -> tuple[Tensor, Tensor]:
+        """Tokens [S, B, H] and where they are padding, bool [S, B] -> weights and ids [T, K], -1 for none. packs:
+        Megatron's `packed_seq_params`, whose documents are the sequences of `seq_aux_loss`."""
         if self.expert_bias is not None:
             self.expert_bias = self.expert_bias.float()  # its steps are below bfloat16's resolution
         decides = self._decides[0].train(self.training)
@@ -78,7 +81,10 @@ class Router(TopKRouter):  # type: ignore[misc]
         if self.config.moe_router_dtype == "fp64":
             x_TH = x_TH.double()
         real_T = None if padding_mask is None else ~padding_mask.transpose(0, 1).flatten()
-        routing = decides(x_TH, token_mask_T=real_T, batch=sequences)
+        tp = (self.tp_group.rank(), self.tp_group.size()) if self.config.sequence_parallel else (0, 1)
+        found = documents(packs, input, tp, self.cp_group.size()) if self.coefficients["sequence_aux"] else None
+        packed = {} if found is None else {"sequence_ids_T": found[0], "num_sequences": found[1]}
+        routing = decides(x_TH, token_mask_T=real_T, batch=1 if packed else sequences, **packed)
         weights_TK = routing.weights_TK
         if self.training and torch.is_grad_enabled():
             weights_TK = self._with_losses(weights_TK, routing)

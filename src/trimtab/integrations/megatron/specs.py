@@ -25,6 +25,7 @@ from megatron.core.utils import get_pg_rank
 from trimtab.dispatch.options import CombineMode, ExchangeOptions
 from trimtab.errors import ConfigError
 from trimtab.integrations.megatron.layer import MoELayer
+from trimtab.integrations.megatron.packs import TellsPacks, telling
 from trimtab.integrations.megatron.protocol import MegatronMoELayer, ModuleSpec
 from trimtab.integrations.megatron.router import Router
 
@@ -42,9 +43,10 @@ def use(
             modules give them.
         experts: trimtab's experts; False keeps those of the spec behind our exchange. Or a spec that takes their place,
             as `trimtab.integrations.megatron.linears.grouped_mlp()`.
-        router: whose routers. Both have the same parameters and state dict; see `Router` for what differs.
-        transport: a name in `trimtab.dispatch.transports.TRANSPORTS`, the same on every rank.
-        combine: as in `trimtab.dispatch.dispatcher.Dispatcher`.
+        router: whose routers, "megatron" or "trimtab". Both have the same parameters and state dict; see `Router`. With
+            ours layers are of a subclass, which tells it of packs.
+        transport: as in `trimtab.ExpertParallel`.
+        combine: as in `trimtab.Dispatcher`.
 
     Raises:
         ConfigError: the spec has no MoE layer, or one of another class than Megatron's own; no such name.
@@ -70,37 +72,40 @@ def use(
         keywords = {**builder.keywords, "submodules": replace(builder.keywords["submodules"], **instead)}
         return partial(MoELayer, *builder.args, **keywords | options)
 
-    changed = _walk(spec, ours)
+    changed = _walk(spec, ours, telling if router == "trimtab" else lambda layer: layer)
     if not found:
         raise ConfigError(f"no MoE layer in this spec ({type(spec).__name__}): use(spec) puts trimtab into Megatron's")
     return changed
 
 
-def _walk(part: Any, ours: Callable[[Any], Any]) -> Any:
-    """`part`, or a copy where something inside of it changes."""
+def _walk(part: Any, ours: Callable[[Any], Any], layer: Callable[[type], type]) -> Any:
+    """`part`, or a copy where something inside of it changes. layer: a transformer layer's class around it."""
     built = part.module if isinstance(part, ModuleSpec) else part.func if isinstance(part, partial) else None
     if isinstance(built, type) and issubclass(built, MegatronMoELayer):
         if built is not MegatronMoELayer:
             raise ConfigError(f"the spec's MoE layer is {built.__module__}.{built.__name__}, not Megatron's own")
         return ours(part)
     if isinstance(part, (list, tuple)):
-        items = [_walk(each, ours) for each in part]
+        items = [_walk(each, ours, layer) for each in part]
         return type(part)(items) if any(map(is_not, items, part)) else part
     if isinstance(part, partial):
-        changed = _changed(part.keywords, ours)
+        changed = _changed(part.keywords, ours, layer)
         return partial(part.func, *part.args, **{**part.keywords, **changed}) if changed else part
     if is_dataclass(part) and not isinstance(part, type):
-        return replace(part, **changed) if (changed := _changed(vars(part), ours)) else part
+        changed = _changed(vars(part), ours, layer)
+        if changed and isinstance(built, type) and issubclass(built, TransformerLayer):
+            changed["module"] = layer(built)
+        return replace(part, **changed) if changed else part
     return part
 
 
-def _changed(parts: dict[str, Any], ours: Callable[[Any], Any]) -> dict[str, Any]:
+def _changed(parts: dict[str, Any], ours: Callable[[Any], Any], layer: Callable[[type], type]) -> dict[str, Any]:
     """Those inside of which something changes, as they are then."""
-    walked = {name: _walk(each, ours) for name, each in parts.items()}
+    walked = {name: _walk(each, ours, layer) for name, each in parts.items()}
     return {name: each for name, each in walked.items() if each is not parts[name]}
 
 
-class GPTLayer(TransformerLayer):  # type: ignore[misc]
+class GPTLayer(TellsPacks, TransformerLayer):  # type: ignore[misc]
     """What Megatron builds for a GPT of this configuration, dense or MoE by its number, with `use(**ours)`."""
 
     def __init__(
@@ -116,7 +121,11 @@ class GPTLayer(TransformerLayer):  # type: ignore[misc]
 
 
 def gpt_spec(**ours: Any) -> Any:
-    """A layer spec that fits the configuration it is built with. ours: as in `use`."""
+    """A layer spec that fits the configuration it is built with.
+
+    Args:
+        ours: keywords of `use`.
+    """
     return ModuleSpec(module=GPTLayer, params={"ours": ours})
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trimtab.dispatch.options import ExchangeOptions, Replication
-from trimtab.integrations import transport_over
+from trimtab.dispatch.transports import transport_over
 from trimtab.integrations.torchtitan.exchange import Dispatched, TokenExchange, torchtitan_base
 
 if TYPE_CHECKING:

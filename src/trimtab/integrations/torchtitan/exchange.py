@@ -57,7 +57,7 @@ class TokenExchange:
 
     Args:
         num_experts: E, over all ranks; rank r owns experts r * e .. r * e + e - 1.
-        top_k: K.
+        top_k: K, the experts that a token goes to.
         pad_multiple: each expert's rows begin at a multiple of it; what fills up is zeros, and is counted. One of 1,
             8, 16, 32, 128: what low-precision grouped GEMMs ask for.
         options: how to combine, and whether experts are replicated: rows of replicas follow those of the rank's own

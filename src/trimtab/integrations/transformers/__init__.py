@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
 from itertools import count
-from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
 from trimtab.errors import ConfigError
+from trimtab.extras import install
 from trimtab.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trimtab.convert.export import save_pretrained as save_pretrained
-    from trimtab.dispatch.options import CombineMode
     from trimtab.integrations.transformers.callbacks import LoadBalancerCallback as LoadBalancerCallback
     from trimtab.integrations.transformers.callbacks import LoadCallback as LoadCallback
     from trimtab.integrations.transformers.lora import lora_config as lora_config
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def register(
-    name: str = "trimtab", *, combine: CombineMode = "sum", transport: str = "alltoall",
+    name: str = "trimtab", *, combine: Literal["sum", "ordered"] = "sum", transport: str = "alltoall",
     replicate_experts: Literal["off", "auto"] | float = "off", copy_cost: int | None = None,
 ) -> None:  # fmt: skip
     """Add trimtab to transformers' experts registry and to its EP-implementation registry, both as `name`.
@@ -65,7 +63,7 @@ def register(
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise BackendError(
-            f"trimtab.integrations.transformers needs transformers >= 5.23 (pip install 'trimtab[hf]'): {error}"
+            f"trimtab.integrations.transformers needs transformers >= 5.23 ({install('transformers')}): {error}"
         ) from error
     from trimtab.integrations.transformers.expert_parallel import TrimtabEP
     from trimtab.integrations.transformers.experts import experts_forward
@@ -90,14 +88,6 @@ def register(
         registry.register(name, partial(experts_forward, kernels=kernels))
     own = {"experts_name": name, "options": options, "kernels": kernels, "built": count(), "living": WeakSet()}
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))
-
-
-def import_transformers(who: str) -> ModuleType:
-    """transformers, for commands that need it. Raises ConfigError, naming the command `who`, where it is missing."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConfigError(f"{who} needs transformers (pip install 'trimtab[hf]'): {error}") from error
 
 
 if not TYPE_CHECKING:

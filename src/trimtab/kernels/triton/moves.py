@@ -24,9 +24,18 @@ CHUNK = 128
 STEP = 32
 
 
-def _count(ids, counts, slots, experts, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Column e of `counts` [C, EXPERTS] is the number of kept slots; the columns behind it are zero."""
+def _count(  # type: ignore[no-untyped-def]
+    ids, counts, slot_R, row_R, bag_index, slots, experts, total, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Column e of `counts` [C, EXPERTS] is the number of kept slots; the columns behind it are zero. And what is behind
+    the last segment: -1 in `slot_R` and `row_R`, 0 in `bag_index`."""
     chunk = tl.program_id(0)
+    for first in range(chunk * CHUNK, total, tl.num_programs(0) * CHUNK):
+        place = first + tl.arange(0, CHUNK)
+        nothing = tl.zeros((CHUNK,), dtype=tl.int64)
+        tl.store(slot_R + place, nothing - 1, mask=place < total)
+        tl.store(row_R + place, nothing - 1, mask=place < total)
+        tl.store(bag_index + place, nothing, mask=place < total)
     slot = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(ids + slot, mask=slot < slots, other=-1)
     kept = (expert >= 0) & (expert < experts)  # before it is narrowed: a wild id must not wrap around to a good one
@@ -43,6 +52,7 @@ def _scan(  # type: ignore[no-untyped-def]
     chunks,
     experts,
     alignment,
+    total,
     EXPERTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -57,7 +67,8 @@ def _scan(  # type: ignore[no-untyped-def]
     each = tl.where(column < experts, before, 0).to(tl.int64)
     tl.store(counts_e + column, each, mask=column < experts)
     each = (each + alignment - 1) // alignment * alignment
-    tl.store(offsets_e + column, tl.cumsum(each, axis=0) - each, mask=column <= experts)
+    start = tl.minimum(tl.cumsum(each, axis=0) - each, total)  # of more slots than were promised nobody reads the rest
+    tl.store(offsets_e + column, start, mask=column <= experts)
 
 
 def _place(  # type: ignore[no-untyped-def]
@@ -94,8 +105,8 @@ def _place(  # type: ignore[no-untyped-def]
     tl.store(bag_offsets + lane, tl.zeros((CHUNK,), dtype=tl.int64), mask=(slot == lane) & (lane == 0))
 
 
-count_kernel = kernel(_count, "slots", "experts")
-scan_kernel = kernel(_scan, "chunks", "experts", "alignment")
+count_kernel = kernel(_count, "slots", "experts", "total")
+scan_kernel = kernel(_scan, "chunks", "experts", "alignment", "total")
 place_kernel = kernel(_place, "slots", "experts", "top_k", "total")
 
 
@@ -116,15 +127,18 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
         return torch.empty(shape, dtype=torch.int64, device=ids_MK.device)
 
     places = ExpertPlan(
-        slot_R=made(total).fill_(-1), row_R=made(total).fill_(-1), bag_index=made(total).fill_(0),
-        bag_offsets=made(rows + 1), counts_e=made(num_experts), offsets_e=made(num_experts + 1),
+        slot_R=made(total), row_R=made(total), bag_index=made(total), bag_offsets=made(rows + 1),
+        counts_e=made(num_experts), offsets_e=made(num_experts + 1),
     )  # fmt: skip
     counts = torch.empty(chunks, power, dtype=torch.int32, device=ids_MK.device)
     with on_device_of(ids_MK):
-        count_kernel[(chunks,)](ids_MK, counts, slots, num_experts, EXPERTS=power, CHUNK=CHUNK, num_warps=4, **FUSED)
+        count_kernel[(chunks,)](
+            ids_MK, counts, places.slot_R, places.row_R, places.bag_index, slots, num_experts, total, EXPERTS=power,
+            CHUNK=CHUNK, num_warps=4, **FUSED,
+        )  # fmt: skip
         scan_kernel[(1,)](
-            counts, places.counts_e, places.offsets_e, chunks, num_experts, alignment, EXPERTS=power, STEP=STEP,
-            num_warps=8, **FUSED,
+            counts, places.counts_e, places.offsets_e, chunks, num_experts, alignment, total, EXPERTS=power,
+            STEP=STEP, num_warps=8, **FUSED,
         )  # fmt: skip
         place_kernel[(chunks,)](
             ids_MK, counts, places.offsets_e, places.slot_R, places.row_R, places.bag_index, places.bag_offsets, slots,
@@ -133,18 +147,18 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
     return places
 
 
-def _gather(x, index, out, rows, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gather(x, index, out, rows, width, x_row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One row's block of columns; zeros where the index is -1."""
     row = tl.program_id(0).to(tl.int64)
     if row >= rows:
         return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(index + row)
-    value = tl.load(x + source * width + column, mask=column < tl.where(source >= 0, width, 0), other=0.0)
+    value = tl.load(x + source * x_row + column, mask=column < tl.where(source >= 0, width, 0), other=0.0)
     tl.store(out + row * width + column, value, mask=column < width)
 
 
-def _combine(rows, index, offsets, out, bags, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _combine(rows, index, offsets, out, bags, width, row_step, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One bag's block of columns."""
     bag = tl.program_id(0).to(tl.int64)
     if bag >= bags:
@@ -153,8 +167,13 @@ def _combine(rows, index, offsets, out, bags, width, BLOCK: tl.constexpr):  # ty
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in range(tl.load(offsets + bag), tl.load(offsets + bag + 1)):
         source = tl.load(index + i)
-        total += tl.load(rows + source * width + column, mask=column < width, other=0.0).to(tl.float32)
+        total += tl.load(rows + source * row_step + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(out + bag * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+def _in_rows(t_nD: Tensor) -> Tensor:
+    """Its values one after the other within a row."""
+    return t_nD if t_nD.stride(1) == 1 or t_nD.shape[1] == 1 else t_nD.contiguous()
 
 
 gather_kernel = kernel(_gather, "rows")
@@ -162,22 +181,35 @@ combine_kernel = kernel(_combine, "bags")
 
 
 def gather(x_nD: Tensor, index_R: Tensor) -> Tensor:
-    """x[index], and a row of zeros where the index is -1: [R, D]. x contiguous."""
+    """x[index], and a row of zeros where the index is -1: [R, D]. Rows of x may be parts of longer ones."""
+    x_nD = _in_rows(x_nD)
     (rows,), width = index_R.shape, x_nD.shape[1]
     out = x_nD.new_empty(rows, width)
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (max(rows, 1), triton.cdiv(width, block))  # a grid has a program at least
     with on_device_of(x_nD):
-        gather_kernel[grid](x_nD, index_R, out, rows, width, BLOCK=block, num_warps=4, **FUSED)
+        gather_kernel[grid](x_nD, index_R, out, rows, width, x_nD.stride(0), BLOCK=block, num_warps=4, **FUSED)
     return out
 
 
 def combine(rows_nD: Tensor, csr: Csr) -> Tensor:
-    """Sum of each bag's rows in its order, in float32, rounded once: [M, D]. rows contiguous."""
+    """Sum of each bag's rows in its order, in float32, rounded once: [M, D]. Rows may be parts of longer ones."""
+    rows_nD = _in_rows(rows_nD)
     bag_count, width = csr.indptr.shape[0] - 1, rows_nD.shape[1]
     out = torch.empty(bag_count, width, dtype=rows_nD.dtype, device=rows_nD.device)
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (max(bag_count, 1), triton.cdiv(width, block))
     with on_device_of(rows_nD):
-        combine_kernel[grid](rows_nD, csr.indices, csr.indptr, out, bag_count, width, BLOCK=block, num_warps=4, **FUSED)
+        combine_kernel[grid](
+            rows_nD,
+            csr.indices,
+            csr.indptr,
+            out,
+            bag_count,
+            width,
+            rows_nD.stride(0),
+            BLOCK=block,
+            num_warps=4,
+            **FUSED,
+        )
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.errors import BackendError
 from trimtab.kernels.api import Block
-from trimtab.kernels.torch_mm import GroupedMMBackend
+from trimtab.kernels.triton.glue import GluedBackend
 from trimtab.kernels.triton.language import (
     Launch,
     halves,
@@ -29,7 +29,6 @@ from trimtab.kernels.triton.language import (
     tl,
     triton,
 )
-from trimtab.kernels.triton.moves import gather
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PART = tl.constexpr(32)
@@ -216,8 +215,8 @@ def weight_grad(
     )  # fmt: skip
 
 
-class TritonBackend(GroupedMMBackend):
-    """Grouped GEMMs in Triton for CUDA devices; sums and expansions as in `GroupedMMBackend`."""
+class TritonBackend(GluedBackend):
+    """Grouped GEMMs in Triton for CUDA devices; between them as in `GluedBackend`."""
 
     name = "triton"
 
@@ -229,12 +228,9 @@ class TritonBackend(GroupedMMBackend):
             raise BackendError(f"kernels 'triton' have no {dtype}: use kernels 'torch' on the CPU")
         return dtype
 
-    def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
-        return gather(x.contiguous(), index_R)
-
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         y = x_RA.new_empty(x_RA.shape[0], w_eAB.shape[2]) if out is None or not out.is_contiguous() else out
-        grouped_rows(x_RA.contiguous(), w_eAB.to(x_RA.dtype), block.offsets_e, y, self.launch, zero_tail=True)
+        grouped_rows(x_RA.contiguous(), w_eAB.to(x_RA.dtype), block.offsets_e, y, self.launch, zero_tail=block.tail)
         return y if out is None or out is y else out.copy_(y)
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:

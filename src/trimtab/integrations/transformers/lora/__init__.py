@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from trimtab.autograd import once_differentiable
 from trimtab.errors import BackendError, ConfigError
+from trimtab.extras import install
 from trimtab.integrations.transformers.quantized import WEIGHTS
 from trimtab.integrations.transformers.summary import kinds, own_name
 
@@ -47,7 +48,8 @@ def lora_config(
 
     Args:
         model: of transformers, before `get_peft_model`; may be on the meta device, or sharded.
-        rank: r. alpha: the scale is alpha / r; 2 r if not given.
+        rank: r, the width of the adapters.
+        alpha: the scale is alpha / r; 2 r if not given.
         targets: each is "experts" (routed ones, all their weights), "attention", "router" or "shared"; or the end of a
             name of linear layers or of parameters, as peft takes it.
         options: more fields of `LoraConfig`.
@@ -61,7 +63,7 @@ def lora_config(
         from peft import LoraConfig, PeftModel
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
-        raise BackendError(f"adapters need peft (pip install 'trimtab[peft]'): {error}") from error
+        raise BackendError(f"adapters need peft ({install('peft')}): {error}") from error
     if any(isinstance(module, (PeftModel, BaseTunerLayer)) for module in model.modules()):
         raise ConfigError(
             f"lora_config: this {type(model).__name__} has adapters of peft's already, and they would get adapters of "

@@ -43,7 +43,7 @@ def codes_of(module: nn.Module, weight: str) -> tuple[str, Tensor, torch.dtype] 
     """The format of the codes in a weight's place, their scales, and the dtype that they stand for: ours, or those of
     transformers' FP8 experts with float scales. None where there are values.
 
-    Raises ConfigError where something has cast the scales, as FSDP's mixed precision does.
+    Raises ConfigError where something has cast the scales, as FSDP's mixed precision and `model.to(dtype)` do.
     """
     ours: Any = getattr(module, MARK, None)
     if ours is not None:
@@ -52,7 +52,8 @@ def codes_of(module: nn.Module, weight: str) -> tuple[str, Tensor, torch.dtype] 
         if scales.dtype is not FORMATS[name].scales:
             raise ConfigError(
                 f"{type(module).__name__}'s scales of {name} came in {scales.dtype}, and rounded scales give other "
-                "weights: leave FSDP's mixed precision out, and load the model in the dtype that it is to compute in"
+                "weights: load the model in the dtype that it is to compute in, in the place of model.to(dtype) and of "
+                "FSDP's mixed precision"
             )
         return name, scales, dtype
     grid: Any = getattr(module, f"{weight}_scale_inv", None)
@@ -74,6 +75,7 @@ def allocate_params(module: nn.Module, name: str) -> None:
         if (f.ins and f.outs == 1 and ins % f.ins) or ins % f.per_byte:
             raise ConfigError(
                 f"{name} has blocks of {f.ins or f.per_byte} inputs, and {type(module).__name__}.{weight} has {ins}"
+                + ("; int8 takes any number" if f.quantize else "")
             )
         if f.outs > 1 and weight == "gate_up_proj" and (outs // 2) % f.outs:
             raise ConfigError(
@@ -93,10 +95,13 @@ def quantize_param(module: nn.Module, weight: str, name: str) -> None:
 
 
 def dequantize_params(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Put the weights that the module's codes stand for in their place, as parameters that train."""
+    """Put the weights that the module's codes stand for in their place, as parameters that train. Raises ConfigError
+    as `codes_of` does."""
     name, of = getattr(module, MARK)
-    for weight, codes in list(weights_in(module)):
-        scales = getattr(module, weight + SCALES)
+    held = [codes_of(module, weight) for weight, _ in weights_in(module)]
+    for (weight, codes), coded in zip(list(weights_in(module)), held, strict=True):
+        assert coded is not None
+        scales = coded[1]
         local = local_part(codes.detach()), local_part(scales.detach())
         pairs = zip(*local, strict=True)
         values = [decoded(code[None], scale[None], name, dtype or of)[0] for code, scale in pairs]

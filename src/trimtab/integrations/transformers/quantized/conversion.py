@@ -35,8 +35,10 @@ from trimtab.integrations.transformers.quantized import (
     MARK,
     SCALES,
     WEIGHTS,
+    codes_of,
     dequantized_shape,
     quantize_matrices,
+    weights_in,
 )
 
 Tensors = dict[str, Any]
@@ -108,9 +110,9 @@ class NamedCodes(WeightRenaming):  # type: ignore[misc]
 
     @staticmethod
     def of(model: nn.Module) -> Tensors:
-        """The model's state by its names in files."""
-        coded = [path for path, module in model.named_modules() if hasattr(module, MARK)]
-        named = {f"{path}.{name}" for path in coded for name in WEIGHTS}
+        """The model's state by its names in files. Raises ConfigError where something has cast scales."""
+        coded = [(path, module) for path, module in model.named_modules() if hasattr(module, MARK)]
+        named = {f"{path}.{name}" for path, module in coded for name, _ in weights_in(module) if codes_of(module, name)}
         return {key + CODES * (key in named): tensor for key, tensor in model.state_dict().items()}
 
 

@@ -51,10 +51,14 @@ BESIDE = "bitsandbytes"  # for linear layers
 
 
 class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Routed experts in a format of `trimtab.experts.quantized`: "nf4" or "int8" for weights that are read and encoded;
-    a checkpoint whose codes were saved may say another. Experts modules in `modules_to_not_convert`, by the ends of
-    their names, keep their weights. rest: transformers' `BitsAndBytesConfig`, or what a file has of it, for linear
-    layers.
+    """Routed experts in a format of `trimtab.experts.quantized`, as `quantization_config=` of `from_pretrained`.
+
+    Args:
+        format: "nf4" or "int8" for weights that are read and encoded; a checkpoint whose codes were saved may say
+            another.
+        modules_to_not_convert: experts modules, by the ends of their names, that keep their weights.
+        rest: transformers' `BitsAndBytesConfig`, or what a file has of it, for linear layers.
+        kwargs: as saved.
 
     Raises:
         ConfigError: there is no such format, or no encoder for it, or another kind of config for the rest.
@@ -183,6 +187,7 @@ def allocate_experts(model: nn.Module, modules: list[nn.Module], name: str) -> N
         raise ConfigError("fsdp_mixed_precision would round the scales of codes: pass dtype='bfloat16' instead")
     for module in modules:
         allocate_params(module, name)
+        module.register_forward_pre_hook(keep_others_out)
         module._is_hf_initialized = True  # type: ignore[assignment]  # what was not read is not drawn
 
 
@@ -193,6 +198,12 @@ def check_ours(modules: list[nn.Module], name: str) -> None:
             f"experts as codes are run by trimtab: pass experts_implementation='trimtab' to from_pretrained, or call "
             f"model.set_experts_implementation('trimtab') before ({name})"
         )
+
+
+def keep_others_out(module: nn.Module, args: Any) -> None:
+    """A hook before the forward: raise ConfigError where another implementation was set since, and codes are left."""
+    if hasattr(module, MARK):
+        check_ours([module], getattr(module, MARK)[0])
 
 
 def check_rest(method: Any) -> None:
@@ -231,6 +242,10 @@ def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer
 def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
     """Put codes in the place of all routed experts' weights of a model, layer by layer; returns the model.
 
+    Args:
+        model: of transformers.
+        name: "nf4" or "int8".
+
     Raises:
         ConfigError: there is no encoder for the format, its blocks do not divide the experts' inputs, or the model has
             no experts modules of transformers, has codes already, is sharded by FSDP, has experts that another
@@ -248,6 +263,7 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
     for module in found:
         for weight, _ in list(weights_in(module)):
             quantize_param(module, weight, name)
+        module.register_forward_pre_hook(keep_others_out)
     if isinstance(model, PreTrainedModel):
         mark_quantized(model, config, theirs)
     return model

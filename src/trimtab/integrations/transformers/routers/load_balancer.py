@@ -50,7 +50,7 @@ class LoadBalancer:
         bias: how the selection bias of each router moves at the end of an optimizer step: "sign" by `rate` towards
             the mean load (arXiv 2408.15664); "quantile" to what would have evened out the step (see
             `trimtab.routing.quantile`); None leaves it.
-        rate: of "sign".
+        rate: how far "sign" moves a bias in a step.
         add_bias: give routers that have no selection bias a buffer `selection_bias`, which is saved with the model.
             transformers alone does not read it: who loads such a model hands the folder in here, with bias=None to
             run it as it is. Without it, routers that have none are left as they are.

@@ -1,0 +1,1 @@
+"""What can be proven of the GPU side on a machine without one."""

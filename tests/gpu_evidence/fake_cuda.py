@@ -1,0 +1,257 @@
+"""Counts on fake CUDA tensors what a path would launch on a GPU and where its host would wait, without a GPU.
+
+Operators of trimtab are opened, so that the counter sees what they call. A launch is a call of ATen that is no view and
+makes or changes tensors on the device, or a kernel of Triton, which is noted instead of run; a wait is a read of
+values, a mask as an index, or a copy to or from pageable memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trimtab import AllToAll, Dispatcher, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig
+from trimtab.dispatch import facts
+from trimtab.dispatch.options import ReplicationConfig
+from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
+from trimtab.experts.plan import plan_for
+from trimtab.kernels import choose
+from trimtab.kernels.choose import KernelChoice
+from trimtab.operators import KERNELS
+
+T, D, F, E, K, P = 4096, 2048, 768, 128, 8, 8
+READS = {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "bincount"}
+VIEWS = {
+    "view", "_unsafe_view", "reshape", "expand", "slice", "select", "transpose", "t", "permute", "unsqueeze", "squeeze",
+    "detach", "alias", "as_strided", "split", "split_with_sizes", "unbind", "diagonal", "_reshape_alias", "unflatten",
+    "flatten", "narrow", "view_as", "lift_fresh", "chunk", "movedim", "set_", "resize_",
+    "empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided",
+}  # fmt: skip
+"""They launch nothing."""
+
+
+def place() -> str:
+    """The line of trimtab that is at work."""
+    for frame in inspect.stack()[2:]:
+        if "/trimtab/src/" in frame.filename or "/src/trimtab/" in frame.filename:
+            return f"{frame.filename.split('/trimtab/')[-1]}:{frame.lineno}"
+    return "?"
+
+
+class Watch(TorchDispatchMode):
+    """Counts launches by name, and waits with the line that has each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.waits: list[str] = []
+        self.lines: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in KERNELS:
+            with self:
+                return KERNELS[func](*args, **kwargs)
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # inside of an operator others come as they were called
+                return func.decompose(*args, **kwargs)
+        name = func._schema.name.split("::")[-1]
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        on_device = any(t.device.type == "cuda" for t in given)
+        masks = name.lstrip("_").startswith("index") and any(
+            t.dtype == torch.bool for t in tree_leaves(args[1:2]) if isinstance(t, Tensor)
+        )
+        if on_device and (name in READS or masks or (name == "_grouped_mm" and given[0].dtype != torch.bfloat16)):
+            self.waits.append(f"{name} {place()}")
+        out = func(*args, **kwargs)
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if name in ("_to_copy", "copy_"):
+            source, target = (args[0], made[0]) if name == "_to_copy" else (args[1], args[0])
+            later = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+            if {source.device.type, target.device.type} == {"cpu", "cuda"} and not later:
+                self.waits.append(f"{name} {source.device.type}->{target.device.type} {place()}")
+        if name not in VIEWS and (on_device or any(t.device.type == "cuda" for t in made)):
+            self.launched(name)
+        return out
+
+    def launched(self, name: str) -> None:
+        self.launches[name] += 1
+        self.lines[f"{name} {place()}"] += 1
+
+
+@contextmanager
+def fake_cuda(watch: Watch) -> Iterator[None]:
+    """Within, `watch` sees what runs on fake CUDA tensors, which trimtab takes for real ones."""
+    for module in [m for name, m in sys.modules.items() if name.startswith("trimtab") and hasattr(m, "no_values")]:
+        module.no_values = lambda device: False  # type: ignore[attr-defined]
+    KernelChoice._choose = lambda self, device, dtype: choose.get_backend(  # type: ignore[method-assign, assignment]
+        self.candidates[0], device
+    )
+    torch.cuda.device_of = Current  # type: ignore[assignment, misc]
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
+    if sys.modules.get("triton", "") is not None and importlib.util.find_spec("triton"):
+        from triton.runtime.jit import JITFunction
+
+        JITFunction.run = lambda self, *args, **kwargs: watch.launched(f"triton {self.__name__}")
+    made = torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Numbers of the host on a device: a copy that no mode sees."""
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            watch.waits.append(f"torch.tensor {place()}")
+        return made(data, *args, **kwargs)
+
+    torch.tensor = tensor
+    FakeTensor.tolist = lambda self: values(self, watch)  # type: ignore[method-assign, assignment]
+    yield
+
+
+class Current:
+    """In place of torch.cuda.device_of."""
+
+    def __init__(self, tensor: Tensor) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def values(t: Tensor, watch: Watch) -> Any:
+    """What the host reads: of the device the handshake alone, where each rank sends its share to each."""
+    if t.device.type == "cpu":  # a layer's name
+        return [0] * t.numel()
+    watch.waits.append(f"tolist {place()}")
+    row = [0] * facts.COLUMNS
+    row[facts.ROWS], row[facts.SLOTS], row[facts.TOKENS], row[facts.GRAD] = 2 * T // P, T * K // P, T, 1
+    return [[row] * t.shape[1]] * t.shape[0]
+
+
+def rows(count: int = T, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(count, D, dtype=dtype, device="cuda", requires_grad=True)
+
+
+def slots(count: int = T, top_k: int = K) -> tuple[Tensor, Tensor]:
+    """Ids and weights."""
+    ids = torch.empty(count, top_k, dtype=torch.int64, device="cuda")
+    return ids, torch.empty(count, top_k, device="cuda", requires_grad=True)
+
+
+def experts(count: int = E, **more: Any) -> ExpertMLP:
+    return ExpertMLP(count, D, F, dtype=torch.bfloat16, device="cuda", **more)
+
+
+Steps = dict[str, Callable[[], Any]]
+
+
+def expert_mlp(**more: Any) -> Steps:
+    module, x, (ids, w), found = experts(**more), rows(), slots(), {}
+
+    def forward() -> None:
+        found["y"] = module(x, ids, w)
+
+    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+
+
+def router(**more: Any) -> Steps:
+    module = RouterConfig(num_experts=E, top_k=K, **more).build(D, device="cuda")
+    x = rows()
+    return {"forward": lambda: module(x)}
+
+
+def layer() -> Steps:
+    router = RouterConfig(num_experts=E, top_k=K)
+    moe, x, found = MoEConfig(dim=D, hidden=F, dtype=torch.bfloat16, device="cuda", router=router).build(), rows(), {}
+
+    def forward() -> None:
+        found["y"] = moe(x).y
+
+    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+
+
+def all_to_all(**more: Any) -> Steps:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=P)
+    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD, guard=False), **more)  # type: ignore[arg-type]
+    module, x, (ids, w), found = experts(E // P), rows(), slots(), {}
+    facts.compare = lambda *args: None  # nobody else is there
+
+    def forward() -> None:
+        sent = dispatcher.dispatch(x, ids, w)
+        found["y"] = dispatcher.combine(module(sent.x_MD, sent.ids_MK, sent.weights_MK, **sent.known), sent)
+
+    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+
+
+def plan() -> Steps:
+    ids = slots()[0]
+    kernels = KernelChoice("auto").on(ids.device, torch.bfloat16)
+    return {"forward": lambda: plan_for(ids, E, None, kernels)}
+
+
+def replicas() -> Steps:
+    """The plan of replicated experts, and where each slot goes."""
+    counts, ids = torch.empty(1, P, E, dtype=torch.int64, device="cuda"), slots()[0]
+
+    def forward() -> None:
+        plan = replica_plan(counts, ReplicationConfig(copy_cost=512))
+        physical_ids(ids, slot_shares(plan, counts, 0, 0), plan)
+
+    return {"forward": forward}
+
+
+def linear() -> Steps:
+    module, x = GroupedLinear(P, D, F, dtype=torch.bfloat16, device="cuda"), rows()
+    sizes, found = torch.empty(P, dtype=torch.int64, device="cuda"), {}
+
+    def forward() -> None:
+        found["y"] = module(x, sizes)
+
+    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+
+
+DEEPSEEK = {"score": "sigmoid", "groups": 8, "top_groups": 4, "bias": True, "normalize": True, "scale": 2.5}
+CASES: dict[str, Callable[[], Steps]] = {
+    "experts": expert_mlp,
+    "experts, triton": lambda: expert_mlp(kernels="triton"),
+    "experts, bias": lambda: expert_mlp(bias=True),
+    "experts, geglu": lambda: expert_mlp(activation="geglu"),
+    "router": router,
+    "router, groups": lambda: router(**DEEPSEEK),
+    "plan": plan,
+    "replicas": replicas,
+    "layer": layer,
+    "all-to-all": all_to_all,
+    "all-to-all, ordered": lambda: all_to_all(combine="ordered"),
+    "linear": linear,
+}
+
+
+def counted(case: str) -> dict[str, Any]:
+    """Launches, their names and lines, and waits of each step of a case."""
+    watch, found = Watch(), {}
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_cuda(watch), watch:
+        for step, run in CASES[case]().items():
+            watch.launches.clear(), watch.waits.clear(), watch.lines.clear()
+            run()
+            found[step] = {
+                "launches": sum(watch.launches.values()), "names": dict(watch.launches), "waits": list(watch.waits),
+                "lines": dict(watch.lines),
+            }  # fmt: skip
+    return found

@@ -1,0 +1,81 @@
+"""What each path would launch on a GPU, and where its host would wait for it, counted on fake CUDA tensors.
+
+bfloat16, T 4096, D 2048, F 768, E 128, K 8, 8 ranks. A budget is what was counted when it was set.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from helpers.commands import with_tests
+
+LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+pytestmark = [
+    pytest.mark.skipif(LIBRARY.exists(), reason="PyTorch built for CUDA wants a driver for fake tensors, too"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="a guard of CUDA devices is compiled for PyTorch"),
+    pytest.mark.xdist_group("fake_cuda"),
+]
+
+
+class Budget(NamedTuple):
+    """Most launches forward and in the backward, and the host's waits forward; in a backward there are none."""
+
+    forward: int
+    backward: int = 0
+    waits: int = 0
+
+
+WITH_TRITON = {
+    "experts": Budget(9, 12),
+    "experts, triton": Budget(8, 10),
+    "experts, bias": Budget(23, 37),
+    "experts, geglu": Budget(9, 12),
+    "router": Budget(11),
+    "router, groups": Budget(23),
+    "plan": Budget(3),
+    "replicas": Budget(206),
+    "layer": Budget(35, 20),
+    "all-to-all": Budget(102, 33, waits=1),
+    "all-to-all, ordered": Budget(133, 41, waits=1),
+    "linear": Budget(19, 17),
+}
+ALONE = {"experts": Budget(28, 31), "plan": Budget(14), "layer": Budget(54, 39)}
+"""Without Triton."""
+
+
+@cache
+def counts(*options: str) -> dict[str, Any]:
+    """Of all cases, counted in one process."""
+    cases = ALONE if options else WITH_TRITON
+    command = [sys.executable, "-m", "gpu_evidence", *options, *cases]
+    done = subprocess.run(
+        command, env=with_tests({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def check(found: dict[str, Any], budget: Budget) -> None:
+    for step, most in (("forward", budget.forward), ("backward", budget.backward)):
+        if step in found:
+            assert found[step]["launches"] <= most, (step, found[step]["launches"], found[step]["lines"])
+            assert len(found[step]["waits"]) == (budget.waits if step == "forward" else 0), found[step]["waits"]
+
+
+@pytest.mark.parametrize("case", WITH_TRITON)
+def test_a_path_launches_no_more_than_its_budget_and_waits_once_at_most(case: str) -> None:
+    check(counts()[case], WITH_TRITON[case])
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_so_does_pytorch_alone(case: str) -> None:
+    check(counts("--no-triton")[case], ALONE[case])
