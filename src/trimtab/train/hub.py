@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import ConfigError
+from trimtab.extras import required
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?P<revision>@[\w./-]+)?(?P<rest>(:[\w.-]+)?(=[0-9.e+-]+)?)")
 """`org/name`, `org/name@revision`, and what `--data` has behind a path."""
@@ -36,9 +37,7 @@ def _folder(name: str, flag: str) -> str:
     if found is None or Path(name).exists() or Path(found["repo"]).parent.exists():
         return name  # a path, if a wrong one
     repo, revision, model = found["repo"], (found["revision"] or "@")[1:], flag == "--model"
-    from trimtab.integrations.transformers import import_transformers
-
-    import_transformers("trimtab train")  # which has huggingface_hub with it
+    required("transformers", "trimtab train", "train")  # which has huggingface_hub with it
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
