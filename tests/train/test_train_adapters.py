@@ -24,6 +24,7 @@ from helpers.train_runs import assert_same_bits, assert_same_run, log
 from trimtab.checkpoint import read_tensors
 from trimtab.cli.main import main
 from trimtab.errors import ConfigError
+from trimtab.integrations.transformers.summary import SHARDED
 from trimtab.train.config import TrainConfig
 from trimtab.train.plan import plan_run
 from trimtab.train.resume import check_resume, resumed
@@ -101,10 +102,13 @@ def test_nf4_over_data_parallel_and_over_tensor_parallel_ranks(text: Path, tmp_p
         assert_same_adapters(Path(given.out), Path(config.out))
         (row,) = (line.split() for line in log(Path(given.out)).splitlines() if line.startswith("routed experts"))
         assert row[-3] == f"{3 * 3 * 8 * 128 * 192:,}", "codes, on all ranks"
+        assert SHARDED in log(Path(given.out))
+    assert SHARDED not in log(Path(config.out))
 
 
 def test_what_trains_is_said_first(alone: Path, pair: Path) -> None:
     for out in (alone, pair):
+        assert (SHARDED in log(out)) == (out == pair), "whose bytes they are, where others have some"
         rows = {line[:16].strip(): line[16:].split() for line in log(out).splitlines() if "B)" in line}
         assert list(rows) == [
             "router", "routed experts", "shared experts", "attention", "embeddings", "other", "all",

@@ -24,6 +24,7 @@ from trimtab import processes
 from trimtab.checkpoint import folder as on_disk
 from trimtab.cli.main import main
 from trimtab.errors import InputError
+from trimtab.integrations.transformers.summary import SHARDED
 from trimtab.processes import Interrupted, first_signal_noted, signals_raise
 from trimtab.train import autosave
 from trimtab.train.autosave import Autosave
@@ -321,6 +322,7 @@ def test_in_a_pipe_there_are_lines_and_on_a_terminal_a_bar(options: list[str], t
     for stream in (piped.stdout, piped.stderr):
         assert "\r" not in stream
         assert "%|" not in stream
+    assert f"\n{SHARDED}\n" in piped.stdout
     steps = [int(line.split()[1]) for line in piped.stderr.splitlines() if line.startswith("step ")]
     assert steps == [1, 3, 6, 9, 10, 12, 15, 18, 20, 21, 23]  # and those that are evaluated
     assert "step 23 of 23: loss " in piped.stderr

@@ -13,6 +13,7 @@ from trimtab.errors import ConfigError, first_line
 from trimtab.extras import required
 from trimtab.processes import Interrupted
 from trimtab.train.config import FIXED, OPTIONS, TrainConfig, flag_of
+from trimtab.train.hub import on_this_disk
 from trimtab.train.launch import launch
 from trimtab.train.report import CHECKPOINTS, FINAL, METRICS, finished
 from trimtab.train.resume import advice, resumed
@@ -54,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
         options = options.parser.parse_args([*_from_file(Path(options.config)), *own])
     names = {field.name for field in OPTIONS} | {"debug"}
     given = {name: value for name, value in vars(options).items() if name in names}
+    given = on_this_disk(given)
     if "resume" in given and (words := _nothing_to_resume(given)):
         if os.environ.get("RANK", "0") == "0":
             print(words, flush=True)

@@ -48,7 +48,8 @@ class TrainConfig:
     """The options of `trimtab train`."""
 
     model: str = option(
-        "model", "preset (qwen3_moe, mixtral, olmoe, gpt_oss, deepseek_v3) or checkpoint", default="qwen3_moe",
+        "model", "preset (qwen3_moe, mixtral, olmoe, gpt_oss, deepseek_v3), checkpoint, or a name in the hub's cache",
+        default="qwen3_moe",
         shown="NAME|PATH", fixed=True,
     )  # fmt: skip
     dtype: str = option(
@@ -63,7 +64,8 @@ class TrainConfig:
     gradient_checkpointing: bool = option("model", "compute activations again in backward", default=False)
     data: tuple[str, ...] = option(
         "data", "files, folders: .jsonl, .json, .parquet, .arrow, .csv of text, messages, conversations or prompts and "
-        "completions; or text in UTF-8; also .gz and .zst", default=(), shown="PATH[:SPLIT][=WEIGHT]",
+        "completions; or text in UTF-8; also .gz and .zst; or a name in the hub's cache", default=(),
+        shown="PATH[:SPLIT][=WEIGHT]",
     )  # fmt: skip
     too_long: str = option(
         "data", "a conversation longer than --seq-len is cut or left out (default truncate)", default="truncate",

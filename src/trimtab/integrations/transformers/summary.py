@@ -24,6 +24,7 @@ STATES = ("trained", "frozen", "quantized")
 _ROUTERS = ("gate", "router", "expert_bias", "e_score_correction_bias")
 """Names of routers beside a module of experts, in all families."""
 _ATTENTION = re.compile(r"(\w+_)?(attn|attention)")
+SHARDED = "numbers are of all ranks together, bytes what this rank holds of them"
 _SCALES = re.compile(r"_(scales?|scale_inv)$")
 
 
@@ -44,9 +45,11 @@ class Summary:
 
     amounts: by kind ("router", "routed experts", "shared experts", "attention", "embeddings", "other") and state
         ("trained", "frozen", "quantized"); what there is none of is left out.
+    sharded: True where this rank holds a part of some; the table then says so.
     """
 
     amounts: Mapping[tuple[str, str], Amount]
+    sharded: bool = False
 
     def of(self, kind: str | None = None, state: str | None = None) -> Amount:
         """All of a kind, of a state, of both, or of the model."""
@@ -60,7 +63,8 @@ class Summary:
         table = [["", *states], *rows, ["all", *(_shown(self.of(state=state)) for state in states)]]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         pad = "  ".join
-        return "\n".join(pad([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in table)
+        lines = [pad([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in table]
+        return "\n".join([*lines, *([SHARDED] if self.sharded else [])])
 
 
 def summary(model: nn.Module) -> Summary:
@@ -79,6 +83,7 @@ def summary(model: nn.Module) -> Summary:
     tensors = {**dict(inner.named_buffers()), **dict(inner.named_parameters())}
     codes = {name for name, tensor in tensors.items() if tensor.element_size() == 1 and tensor.dtype is not torch_bool}
     amounts: dict[tuple[str, str], Amount] = {}
+    sharded = False
     for name, tensor in tensors.items():
         scales = _SCALES.sub("", name) in codes - {name}
         if name in codes or scales:
@@ -88,9 +93,10 @@ def summary(model: nn.Module) -> Summary:
         else:
             continue
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        sharded |= local.numel() != tensor.numel()
         key = kind_of(name), state
         amounts[key] = amounts.get(key, Amount()) + Amount(values, local.numel() * local.element_size())
-    return Summary(amounts)
+    return Summary(amounts, sharded)
 
 
 def kinds(model: nn.Module) -> Callable[[str], str]:
