@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -136,6 +137,8 @@ def main() -> None:
         print(f"self-test {dtype}")
     plans()
     print("plans")
+    with pytest.raises(RuntimeError, match="more slots are kept than num_slots=3"):
+        plan_experts(torch.arange(4)[:, None], 4, num_slots=3, kernels=GluedBackend())
     experts = Case(kernels=CHOICE, rows=30, experts=5, dim=48, hidden=32)
     for dtype in (torch.float32, torch.bfloat16):
         for fall in FALLS:

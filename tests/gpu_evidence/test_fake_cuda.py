@@ -44,7 +44,7 @@ WITH_TRITON = {
     "plan": Budget(3),
     "replicas": Budget(206),
     "layer": Budget(32, 20),
-    "all-to-all": Budget(84, 23, waits=1),
+    "all-to-all": Budget(86, 23, waits=1),
     "all-to-all, ordered": Budget(111, 31, waits=1),
     "linear": Budget(19, 17),
 }

@@ -55,9 +55,9 @@ def plan_experts(
     on_device = getattr(kernels, "place_on_device", None)
     if on_device is not None:
         placed: ExpertPlan = on_device(ids_MK, num_experts, alignment, num_slots)
-        return placed
+        return _kept_promise(placed, num_slots, ids_MK.numel())
     if static and alignment == 1 and ids_MK.device.type != "cpu":
-        return _by_sorts(ids_MK, num_experts, num_slots)
+        return _kept_promise(_by_sorts(ids_MK, num_experts, num_slots), num_slots, ids_MK.numel())
     ids_N = ids_MK.reshape(-1)
     kept_N = (ids_N >= 0) & (ids_N < num_experts)
     key_N = torch.where(kept_N, ids_N, num_experts)
@@ -102,6 +102,13 @@ def _by_sorts(ids_MK: Tensor, num_experts: int, num_slots: int | None) -> Expert
 def _check_slots(num_slots: int | None, kept: int) -> None:
     if num_slots is not None and kept > num_slots:
         raise InputError(f"num_slots is {num_slots}, but {kept} slots are kept", phase="experts")
+
+
+def _kept_promise(plan: ExpertPlan, num_slots: int | None, slots: int) -> ExpertPlan:
+    """The plan, which holds no more than was promised: a device fails at a broken promise instead of dropping rows."""
+    if num_slots is not None and num_slots < slots:
+        assert_on_device(plan.bag_offsets[-1] <= num_slots, f"more slots are kept than num_slots={num_slots}")
+    return plan
 
 
 def slot_weights(w_MK: Tensor, plan: ExpertPlan, padding: bool = True) -> Tensor:

@@ -27,6 +27,7 @@ from trimtab.guard.guard import SharedWhenCopied
 from trimtab.routing.config import COEFFICIENTS, RouterConfig
 from trimtab.routing.port import Routing
 from trimtab.routing.scores import SCORES, count_ids
+from trimtab.validation import holds_ids, is_whole, wide_ids
 
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, ...] | None
 """One group; several that cross, as the dims of a mesh do: the sums over one are summed over the next; or none."""
@@ -202,3 +203,24 @@ def _sequence_fractions(
     ids = torch.where(known, chosen_TK + sequence_T[:, None] * num_experts, -1)
     counts = count_ids(ids, number * num_experts).view(number, num_experts)
     return fraction(all_sum(counts, groups.sequence))
+
+
+def problems_of_packs(tokens: int, ids_T: Tensor | None, num_sequences: int | None, *, cut: bool) -> list[str]:
+    """Each as half a sentence. cut: a sequence-wise loss is taken of sequences that lie across ranks."""
+    problems = []
+    if ids_T is not None and (tuple(ids_T.shape) != (tokens,) or not holds_ids(ids_T)):
+        problems.append(f"sequence ids must be int [{tokens}], got {ids_T.dtype} {tuple(ids_T.shape)}")
+    if num_sequences is not None and (ids_T is None or not is_whole(num_sequences) or num_sequences < 1):
+        problems.append(f"num_sequences={num_sequences!r} must be a whole number of at least 1, beside sequence ids")
+    if cut and ids_T is not None and num_sequences is None:
+        problems.append(
+            "sequence_aux_loss of packs that are cut over ranks (tensor, context parallel) needs num_sequences, and "
+            "ids that name the sequences of a pack 0, 1, … on all of these ranks"
+        )
+    return problems
+
+
+def nan_unless_named(weights_TK: Tensor, ids_T: Tensor, num_sequences: int) -> Tensor:
+    """Weights that dispatch refuses on every rank where a token's sequence is none of 0..num_sequences - 1."""
+    ids_T = wide_ids(ids_T)
+    return weights_TK.masked_fill((ids_T.clamp(0, num_sequences - 1) != ids_T)[:, None], math.nan)

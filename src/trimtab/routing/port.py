@@ -56,8 +56,7 @@ def decoded(ids_TK: Tensor) -> Decision:
 
 @exportable
 class Basis(NamedTuple):
-    """What `Router.losses` takes the losses from. real_T: the token mask. batch: rows of one length among the tokens.
-    sequence_ids_T, num_sequences: where rows are packs, see `MoE.forward`."""
+    """What `Router.losses` takes the losses from. real_T: the token mask. batch: rows of one length. Then: packs."""
 
     ids_TK: Tensor
     chosen_TK: Tensor

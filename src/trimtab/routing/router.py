@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from trimtab.errors import InputError
 from trimtab.kernels.tensor_checks import dense, described
 from trimtab.routing.config import RouterConfig
-from trimtab.routing.losses import LossGroups, StepTotals, balance_losses
+from trimtab.routing.losses import LossGroups, StepTotals, balance_losses, nan_unless_named, problems_of_packs
 from trimtab.routing.port import Basis, Decision, Port, RouterInfo, RouterRun, Routing, decoded
 from trimtab.routing.quantile import BINS, add_required
 from trimtab.routing.recompute import counted_before, replayed, replaying, running
 from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
-from trimtab.routing.select import Choosing, drop_over, most_slots, select
-from trimtab.validation import VALUES, check_dtype, check_sizes, holds_ids, holds_values, is_whole, wide_ids
+from trimtab.routing.select import Choosing, drop_over, most_slots, own_copy, select
+from trimtab.validation import VALUES, check_dtype, check_sizes, holds_ids, holds_values
 
 
 class Router(nn.Module):
@@ -140,9 +140,7 @@ class Router(nn.Module):
         if ids is not chosen:
             weights = weights.masked_fill(ids < 0, 0)
         if sequence_ids_T is not None and num_sequences is not None:
-            sequence_ids_T = wide_ids(sequence_ids_T)
-            named_T = sequence_ids_T.clamp(0, num_sequences - 1) == sequence_ids_T
-            weights = weights.masked_fill(~named_T[:, None], math.nan)
+            weights = nan_unless_named(weights, sequence_ids_T, num_sequences)
         weights = weights.add(plain.sum(-1, keepdim=True), alpha=0)  # NaN where one of them is not finite
         chosen_E = count_ids(chosen, c.num_experts, complete=decision.complete)
         loads_E = chosen_E if ids is chosen else count_ids(ids, c.num_experts)
@@ -214,10 +212,10 @@ class Router(nn.Module):
         if self.port.observers or running():
             run = self._run(choose if given is None else given, logits_TE, scores_TE, real_T, batch)
             if self.port.decide(run, fixed=given is not None) and given is None:
-                return _own(decoded(run.ids_TK), real_T)
+                return own_copy(decoded(run.ids_TK), real_T)
             given = None if given is None else run.ids_TK
         if given is not None:
-            return _own(Decision(given, given), real_T)
+            return own_copy(Decision(given, given), real_T)
         return made[0] if made else self._choose(logits_TE, scores_TE, real_T)
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None) -> Decision:
@@ -289,15 +287,8 @@ class Router(nn.Module):
             problems.append(f"ids to replay must be int {list(decided)}, got {ids.dtype} {tuple(ids.shape)}")
         if batch < 0 or x.shape[0] % max(batch, 1) or (batch == 0 and x.shape[0]):
             problems.append(f"{x.shape[0]} tokens are not {batch} sequences of one length")
-        if packed is not None and (packed.shape != x.shape[:1] or not holds_ids(packed)):
-            problems.append(f"sequence ids must be int [{x.shape[0]}], got {packed.dtype} {tuple(packed.shape)}")
-        if most is not None and (packed is None or not is_whole(most) or most < 1):
-            problems.append(f"num_sequences={most!r} must be a whole number of at least 1, beside sequence ids")
-        if packed is not None and most is None and self.config.sequence_aux_loss and self.groups.sequence:
-            problems.append(
-                "sequence_aux_loss of packs that are cut over ranks (tensor, context parallel) needs num_sequences, "
-                "and ids that name the sequences of a pack 0, 1, … on all of these ranks"
-            )
+        cut = bool(self.config.sequence_aux_loss) and self.groups.sequence is not None
+        problems += problems_of_packs(x.shape[0], packed, most, cut=cut)
         if problems:
             raise InputError("; ".join(problems), layer=self.layer, phase="route")
 
@@ -305,13 +296,3 @@ class Router(nn.Module):
         """What `print(module)` shows."""
         c = self.config
         return f"{self.dim} -> {c.top_k} of {c.num_experts} experts, {c.score}, select={c.select!r}"
-
-
-def _own(given: Decision, real_T: Tensor | None) -> Decision:
-    """A copy, for whoever changes ids in place, with -1 for tokens that are not real."""
-
-    def own(ids_TK: Tensor) -> Tensor:
-        return ids_TK.clone() if real_T is None else ids_TK.masked_fill(~real_T[:, None], -1)
-
-    chosen = own(given.chosen_TK)
-    return Decision(chosen, chosen if given.kept_TK is given.chosen_TK else own(given.kept_TK))

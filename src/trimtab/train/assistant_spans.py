@@ -54,10 +54,8 @@ def encode_chat(
         raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
     for number, role in enumerate((message["role"] for message in messages), 1):
         if role not in USUAL and not re.search(rf"""["']{re.escape(role)}["']""", str(tokenizer.chat_template)):
-            raise InputError(
-                f"{place}: message {number} has the role `{role}`; roles are {', '.join(USUAL)}, and those that the "
-                "chat template names"
-            )
+            known = f"{', '.join(USUAL)}, and those that the chat template names"
+            raise InputError(f"{place}: message {number} has the role `{role}`; roles are {known}")
     turns = [i for i, message in enumerate(messages) if _is_learned(message, f"{place}: message {i + 1}")]
     if not turns:
         return
@@ -104,8 +102,7 @@ class Conversation:
     place: str
 
     def chains(self, turns: list[int]) -> Iterator[list[Answer]]:
-        """Yield the answers of `turns`. Those of a chain lie in its last one's text, each in its own context; it alone
-        has a text."""
+        """Yield the answers of `turns`. Those of a chain lie in the text of its last one, which alone keeps it."""
         chain: list[Answer] = []
         for turn in turns:
             answer = self._answer(turn)
