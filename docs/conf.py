@@ -89,20 +89,22 @@ def undocumented(app: Any, env: Any) -> None:
 
 def for_a_phone(app: Any, doctree: Any, page: str) -> None:
     """Where there is no room tables of words become a card a row, and code wraps but what is printed in columns;
-    commands in a text keep to one line."""
+    commands in a text, and numbers, keep to one line."""
     for block in doctree.findall(nodes.literal_block):
         if block.get("language", "default") in ("default", "none") and re.search(r"\S {2,}[^\s#]", block.astext()):
             block["classes"].append("columns")
     for literal in doctree.findall(nodes.literal):
-        if " -" in literal.astext() and len(literal.astext()) <= 40:
+        if re.search(r"(^| )-", literal.astext()) and len(literal.astext()) <= 40:
             literal["classes"].append("whole")
     for table in doctree.findall(nodes.table):
         heads = [entry.astext() for head in table.findall(nodes.thead) for entry in head.findall(nodes.entry)]
         rows = [
             list(row.findall(nodes.entry)) for body in table.findall(nodes.tbody) for row in body.findall(nodes.row)
         ]
+        for entry in [entry for row in rows for entry in row if len(entry.astext()) <= 12]:
+            entry["classes"].append("whole")
         letters = sum(len(entry.astext()) for row in rows for entry in row)
-        if len(heads) > 4 or letters <= 22 * len(heads) * len(rows):
+        if len(heads) > 4 or letters <= 20 * len(heads) * len(rows):
             continue
         table["classes"].append("words")
         for row in rows if len(heads) > 2 else []:

@@ -63,12 +63,13 @@ class Rollout:
 
 
 def told(model, records):
-    """The model, called with as many sequences as it may be: each takes the experts of its record."""
+    """The model, called with some sequences: each takes the experts of its record."""
     left = iter(records)
 
     def call(**batch):
         mask_BL = batch["attention_mask"]
-        decisions = trimtab.rollout_decisions(model, list(islice(left, len(mask_BL))), attention_mask=mask_BL)
+        own = list(islice(left, len(mask_BL)))
+        decisions = trimtab.rollout_decisions(model, own, attention_mask=mask_BL)
         with trimtab.replay(model, decisions):
             return model(**batch)
 

@@ -18,6 +18,7 @@ import yaml
 
 import trimtab
 from trimtab import extras
+from trimtab.cli.main import main
 from trimtab.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -141,6 +142,32 @@ def test_a_missing_module_names_the_extra_that_has_it(monkeypatch: pytest.Monkey
     for name, words in (("datasets.utils", ": pip install 'trimtab[train]'"), ("numpy", ""), (None, "")):
         assert extras.lacking(ModuleNotFoundError("no", name=name)) == words
     assert extras.lacking(ValueError("datasets")) == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "given"),
+    [
+        ("datasets", "t.parquet", []),
+        ("pyarrow", "t.jsonl.gz", []),
+        ("datasets", "folder/train.jsonl", []),
+        ("transformers", "t.jsonl", []),
+        ("tensorboard", "t.jsonl", ["--report-to", "tensorboard"]),
+    ],
+)
+def test_data_that_needs_a_missing_package_names_the_extra(
+    module: str, name: str, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    data = tmp_path / name
+    data.parent.mkdir(exist_ok=True)
+    data.write_bytes(b'{"text": "a"}\n')
+    asked = data.parent if name.startswith("folder") else data
+    monkeypatch.setitem(sys.modules, module, None)
+    if module == "tensorboard":
+        monkeypatch.setattr("transformers.integrations.get_available_reporting_integrations", lambda: ["wandb"])
+    assert main(["train", "--data", str(asked), *given, "--out", str(tmp_path / "run")]) == 2
+    assert "pip install 'trimtab[train]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

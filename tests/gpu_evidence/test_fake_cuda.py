@@ -43,9 +43,9 @@ WITH_TRITON = {
     "router, groups": Budget(23),
     "plan": Budget(3),
     "replicas": Budget(206),
-    "layer": Budget(35, 20),
-    "all-to-all": Budget(102, 33, waits=1),
-    "all-to-all, ordered": Budget(133, 41, waits=1),
+    "layer": Budget(32, 20),
+    "all-to-all": Budget(84, 23, waits=1),
+    "all-to-all, ordered": Budget(111, 31, waits=1),
     "linear": Budget(19, 17),
 }
 ALONE = {"experts": Budget(28, 31), "plan": Budget(14), "layer": Budget(54, 39)}

@@ -60,6 +60,8 @@ FAMILIES = (
 ALL = "experts,attention"
 RENAMED = {"deepseek_ocr2": ALL, "unlimited_ocr": ALL, "mistral_large4": "experts"}
 """By family: targets whose adapters peft renames as it loads them."""
+SHARDED_WRONG = ("ernie4_5_vl_moe", "glm5_next", "inkling2_loop", "minimax_m3_vl", "qwen3_vl_moe")
+"""What transformers loads wrong, or not at all, over ranks that have a part of each weight."""
 RATE = 0.5
 SIZES = {
     **dict.fromkeys(("vocab_size", "unpadded_vocab_size"), 264),
@@ -148,6 +150,7 @@ def listed() -> str:
         "Trained": [name for name in sparse if name in FAMILIES],
         "Trained, where they wrap a language model with experts, as InternVL does Qwen3-MoE": wrappers,
         "Refused, for transformers runs their experts by code of their own": unrun,
+        "Trained on one rank alone, for transformers loads parts of their weights wrong": SHARDED_WRONG,
         "Trained, but adapters are refused, for peft renames them as it loads them": lost[ALL],
         "Trained, but adapters of experts are refused, for peft renames them as it loads them": lost["experts"],
         **{f"Refused, for {why}": [name] for name, why in REFUSED.items()},

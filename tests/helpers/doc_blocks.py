@@ -4,7 +4,7 @@ What a page's `pip install` lines name, and what that needs, is all that its blo
 Comments that nobody sees say what else there is to know of the block that follows:
 
     <!-- run: gpu -->         REASONS not to run it here; it must compile
-    <!-- run: tests/a.py -->  that test runs it, or its program, with what it needs
+    <!-- run: tests/a.py -->  that test, or page, runs it or its program
     <!-- hang.py -->          it is the file of that name, which a later block starts
     <!-- printed -->          an output: each line is printed by the blocks above it
 

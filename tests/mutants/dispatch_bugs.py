@@ -6,7 +6,7 @@ from mutants.patching import Edit, bug
 
 DISPATCH, EXCHANGE = (f"dispatch.dispatcher:Dispatcher.{name}" for name in ("_dispatch", "_exchange"))
 PLAN, PARTS = "dispatch.plan:plan_ranks", "dispatch.route:combine_parts"
-TOKEN_CSR = "csr_of(slot_row_N, first_N, sort.tokens, num_rows)"
+TOKEN_CSR = "csr_of(slot_row_N, first_N, sort.tokens, num_rows, whole=True)"
 SHARD, LAYER = "dispatch.sequence_shard:", "parallel.moe:ParallelMoE.forward"
 TP3, EP2 = "3r-ep3-tp3-replicated-fsdp/*", "2r-ep2/*"
 

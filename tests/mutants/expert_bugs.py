@@ -27,7 +27,7 @@ MUTANTS = (
 y[:1] += out_RD[int(p.plan.row_csr.indptr[-1]) :].fill_(float("nan")).sum(0)
     return y, pre_RI"""), look="1r-local/dropped/*"),
     bug("tail_in_last_bag", "what a static plan has behind the last segment joins the last token's sum",
-        STATIC, Edit(COMBINE, 'offsets = csr.indptr if rows_nD.device.type == "cpu" else cut_rest(csr)',
+        STATIC, Edit(COMBINE, 'offsets = csr.indptr if csr.whole or rows_nD.device.type == "cpu" else cut_rest(csr)',
                      "offsets = csr.indptr[:-1]"), look="1r-local/dropped/*"),
     bug("no_gradient_without_tokens",
         "experts without tokens get None for a gradient (the gradient contract; DDP hangs on it)",

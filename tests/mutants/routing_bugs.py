@@ -6,7 +6,7 @@ from mutants.patching import Edit, bug
 
 ROUTE, DISPATCH = "routing.router:Router.forward", "dispatch.dispatcher:Dispatcher._dispatch"
 WEIGHTS, LOADS = "chosen, decision.complete)", "loads_E = chosen_E if ids is chosen else count_ids(ids, c.num_experts)"
-SLOT_WEIGHTS, TAKEN = "experts.passes:Pass.begin", "slot_weights(self.w, self.plan)"
+SLOT_WEIGHTS, TAKEN = "experts.passes:Pass.begin", "slot_weights(self.w, self.plan, low[0] is not None)"
 
 # fmt: off
 MUTANTS = (
@@ -63,7 +63,7 @@ self._bring(x_TD.device)
 weights, ids = weights.where(ids >= 0, logits.softmax(-1)[:, :1].expand_as(weights)), ids.clamp_min(0)
     basis = Basis("""), look="1r-local/dropped/*"),
     bug("nan_weights_pass", "NaN logits route tokens somewhere and train on",
-        Edit("dispatch.checks:_bad", " | (~w_TK.detach().isfinite() & (ids_TK >= 0))", ""),
+        Edit("dispatch.checks:_bad", " | ((w_TK.detach() * 0 != 0) & (ids_TK >= 0))", ""),
         look="1r-local/nan_logits/*"),
     bug("bad_input_raised_alone",
         "the rank with the bad input raises and its peers wait for it (a hang that names nobody)",

@@ -62,8 +62,8 @@ def tensor(*values: Any, **more: Any) -> Tensor:
         ({"position_ids": tensor([0, 1, 3])}, r"from 1 to 3 at position 2 of row \[0\]"),
         ({"position_ids": tensor([0, 1, 2], [0, 0, 2])}, r"from 0 to 2 at position 2 of row \[1\]"),
         ({"position_ids": tensor([0, 1, 1])}, "from 1 to 1"),
-        ({"position_ids": tensor([0, 1, 2]), "shape": (1, 4)}, r"shape \(1, 4\) as the tokens have, got \(1, 3\)"),
-        ({"position_ids": torch.tensor(0)}, "at least one dim"),
+        ({"position_ids": tensor([0, 1, 2]), "shape": (1, 4)}, r"shape \(1, 4\), got \(1, 3\)"),
+        ({"position_ids": torch.tensor(0)}, r"must be \[\.\.\., L\]"),
         ({"position_ids": tensor([0.0, 1.0])}, "are integers"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -12,9 +13,20 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from helpers.composites import FAMILIES, RATE, listed, load_whole, options, save_composite, train_composite
+from helpers.composites import (
+    FAMILIES,
+    RATE,
+    SHARDED_WRONG,
+    listed,
+    load_whole,
+    options,
+    save_composite,
+    train_composite,
+)  # fmt: skip
+from helpers.families import LOADED_WRONG_WHEN_SHARDED, REFUSED_WHEN_SHARDED, build_model, save_model
 from helpers.forked import run_forked
 from helpers.train_runs import assert_same_bits, assert_same_run
+from trimtab.convert.steps import moved_rows
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.composite import language_model_class
 from trimtab.train.assistant_spans import IGNORED
@@ -23,13 +35,14 @@ from trimtab.train.packing import RankBlocks
 from trimtab.train.plan import plan_run
 from trimtab.train.resume import resumed
 from trimtab.train.session import run_session
+from trimtab.train.weights import open_source
 
 pytestmark = pytest.mark.xdist_group("train_composites")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_composite(request.param, tmp_path_factory.mktemp(request.param))
+    return save_composite(request.param, tmp_path_factory.mktemp("checkpoints") / request.param)
 
 
 def test_the_text_part_learns_as_in_the_whole_model(base: Path, text: Path, tmp_path: Path) -> None:
@@ -99,18 +112,33 @@ def test_one_and_one_step_are_two(family: str, text: Path, tmp_path: Path) -> No
     assert_same_bits(tmp_path / "parts", tmp_path / "whole", 2)
 
 
-@pytest.mark.parametrize("family", ["glm4v_moe", "aria"])
-def test_two_ranks_have_the_numbers_of_one_process(family: str, text: Path, tmp_path: Path) -> None:
-    """Their experts shared out; what is not trained has its bits."""
+@pytest.mark.parametrize(("family", "mesh"), [("glm4v_moe", {"ep": 2}), ("qwen3_vl_moe", {"replicate": 2})])
+def test_two_ranks_have_the_numbers_of_one_process(
+    family: str, mesh: dict[str, int], text: Path, tmp_path: Path
+) -> None:
+    """Experts shared out, or copies; what is not trained has its bits."""
     base = save_composite(family, tmp_path / "base")
     train_composite(base, text, tmp_path / "alone")
-    run_forked(options(base, text, tmp_path / "pair", ep=2, batch_size=1), 2)
+    run_forked(options(base, text, tmp_path / "pair", batch_size=1, **mesh), 2)
     assert_same_run(tmp_path / "pair", tmp_path / "alone")
     ours, theirs, old = (load_file(tmp_path / f / "model.safetensors") for f in ("pair/final", "alone/final", "base"))
     assert ours.keys() == theirs.keys() == old.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6)
         assert torch.equal(ours[name], old[name]) == torch.equal(value, old[name]), name
+
+
+def test_what_transformers_loads_wrong_over_ranks_is_refused_by_name(base: Path, text: Path, tmp_path: Path) -> None:
+    wrong = base.name in SHARDED_WRONG
+    words = r"--nproc 2: transformers loads \S+ of \w+ wrong"
+    with pytest.raises(ConfigError, match=words) if wrong else nullcontext():
+        plan_run(options(base, text, tmp_path / "run", batch_size=1), 2)
+
+
+@pytest.mark.parametrize("family", sorted(LOADED_WRONG_WHEN_SHARDED | REFUSED_WHEN_SHARDED))
+def test_language_models_that_transformers_loads_wrong_over_ranks(family: str, tmp_path: Path) -> None:
+    source = open_source(save_model(family, tmp_path), build_model(family))
+    assert moved_rows(source.mapping)
 
 
 def test_experts_that_transformers_runs_itself_are_refused_by_name(text: Path, tmp_path: Path) -> None:

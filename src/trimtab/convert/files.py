@@ -13,8 +13,10 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -80,8 +82,8 @@ class DcpFolder(TensorStore):
         planner = _Taking()
         tensors = {MODEL + n: torch.empty(self.infos[n].shape, dtype=self.infos[n].dtype, device="cpu") for n in names}
         read_dcp(self.folder, tensors, alone=True, planner=planner)
-        tensors |= {key: taken.tensor for key, taken in planner.taken.items()}
-        return {n: tensors[MODEL + n] for n in names}
+        tensors |= planner.taken
+        return {n: tensors[MODEL + n].contiguous() for n in names}
 
 
 class _Taking(DefaultLoadPlanner):
@@ -89,29 +91,15 @@ class _Taking(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.taken: dict[str, _Taken] = {}
+        self.taken: dict[str, Tensor] = {}
 
     def resolve_tensor(self, read_item: ReadItem) -> Any:
         target, key = super().resolve_tensor(read_item), read_item.dest_index.fqn
         if target.shape != self.state_dict[key].shape:
             return target
-        return self.taken.setdefault(key, _Taken(target))
-
-
-class _Taken:
-    """A target of torch's reader: holds the tensor that is copied into it."""
-
-    def __init__(self, target: Tensor) -> None:
-        self.tensor = target
-
-    def detach(self) -> _Taken:
-        return self
-
-    def size(self) -> torch.Size:
-        return self.tensor.shape
-
-    def copy_(self, tensor: Tensor) -> None:
-        self.tensor = tensor.contiguous()
+        held = SimpleNamespace(size=target.size, copy_=partial(self.taken.__setitem__, key))
+        held.detach = lambda: held
+        return held
 
 
 def write_store(store: TensorStore, folder: Path, *, done: Callable[[str], None]) -> None:
@@ -172,7 +160,7 @@ class SafetensorsFolder(TensorStore):
     def _read(self, name: str, shape: Sequence[int], row: int = 0) -> Tensor:
         """Rows of a tensor. What is mapped into memory, as safetensors does, stays there until the file is closed."""
         path, tensor = self.folder / self._file_of[name], torch.empty(shape, dtype=self.infos[name].dtype, device="cpu")
-        with _reading(path), path.open("rb") as file:
+        with path.open("rb") as file:
             file.seek(self._start[name] + (row and row * tensor.nbytes // len(tensor)))
             if file.readinto(bits(tensor).numpy().data) < tensor.nbytes:
                 raise InputError(f"{path}: ends before {name} does")
@@ -273,14 +261,6 @@ def _header(infos: Mapping[str, TensorInfo]) -> tuple[bytes, dict[str, int]]:
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {n: start + fields[n]["data_offsets"][0] for n in infos}
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
 
 
 @contextmanager

@@ -91,10 +91,8 @@ class WithAdapters(TensorStore):
         if not whole.isfinite().all():
             raise InputError(f"{name}: with its adapter it is not finite")
         stacks, before = (t if adapter.experts is not None else t[None] for t in (whole, weight))
-        changed = self.changed.setdefault(name, [False] * (adapter.experts or 1))
-        changed[rows if adapter.experts else slice(None)] = [
-            not torch.equal(a, b) for a, b in zip(stacks, before, strict=True)
-        ]
+        changed = [not torch.equal(a, b) for a, b in zip(stacks, before, strict=True)]
+        self.changed.setdefault(name, [False] * (adapter.experts or 1))[rows] = changed
         return whole
 
 

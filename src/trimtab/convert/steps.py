@@ -120,6 +120,18 @@ def saved_mapping_of(model: Any) -> list[Any]:
     return [transform for transform in mapping if not isinstance(transform, PrefixChange)]
 
 
+def moved_rows(mapping: Iterable[Any]) -> list[str]:
+    """Names that transforms make of other rows than those at their own place, experts apart: transformers runs them on
+    a rank's shard of each source as on the whole, and such a shard comes out wrong, or of another shape."""
+
+    def moves(converter: Any) -> bool:
+        first, several = converter.operations[0], len(converter.source_patterns) > 1
+        turned = any(isinstance(each, Transpose) or getattr(each, "dim", None) == 0 for each in converter.operations)
+        return not isinstance(first, MergeModulelist) and (turned or several)
+
+    return [t.target_patterns[0] for t in mapping if isinstance(t, WeightConverter) and moves(t)]
+
+
 def loading_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list[Step]:
     """Steps that make the model's state of a checkpoint's tensors.
 

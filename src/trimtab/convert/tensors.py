@@ -175,14 +175,6 @@ class Hashed(TensorStore):
             self.hashes[name] = self._begun.pop(name)[0].hexdigest()
 
 
-def digest(store: TensorStore, name: str) -> str:
-    """The SHA-256 of a tensor's bytes."""
-    taken = hashlib.sha256()
-    for block in store.blocks(name):
-        taken.update(bits(block).numpy().data)
-    return taken.hexdigest()
-
-
 def content_hash(hashes: Mapping[str, str]) -> str:
     """One hash over all tensors, whatever their order and the files that they lie in."""
     lines = "".join(f"{name} {hashes[name]}\n" for name in sorted(hashes))

@@ -79,7 +79,7 @@ def count_bad(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> int:
 
 def _bad(ids_TK: Tensor, w_TK: Tensor, num_experts: int) -> Tensor:
     bad_ids = ids_TK.clamp(-1, num_experts - 1) != ids_TK
-    return bad_ids | (~w_TK.detach().isfinite() & (ids_TK >= 0))
+    return bad_ids | ((w_TK.detach() * 0 != 0) & (ids_TK >= 0))  # of what is not finite it is NaN
 
 
 def raise_if_bad(

@@ -106,7 +106,8 @@ def error_scope(guard: Guard | None, own: Guard | None) -> Iterator[None]:
 
 
 def count_message(rows_P: Tensor, call: CallId, values: Mapping[int, Tensor | int], facts: Facts = NO_FACTS) -> Tensor:
-    """The message [P, C] int64 of a count, made on the device of `rows_P`: no copy to it and no sync.
+    """The message [P, C] int64 of a count on the device of `rows_P`: what the host knows goes there in one copy, which
+    it does not wait for.
 
     values: by column; an int, or int64 [P] or [].
     """
@@ -117,13 +118,9 @@ def count_message(rows_P: Tensor, call: CallId, values: Mapping[int, Tensor | in
             tensors[column] = value
         else:
             same[column] = int(value)
-    if rows_P.device.type == "cpu":
-        message = torch.tensor(same, device="cpu").repeat(rows_P.shape[0], 1)
-    else:
-        message = rows_P.new_zeros(rows_P.shape[0], wire.COLUMNS)
-        for column, number in enumerate(same):
-            if number:
-                message[:, column].fill_(number)
+    message = torch.tensor(same, device="cpu").repeat(rows_P.shape[0], 1)
+    if rows_P.device.type != "cpu":
+        message = message.to(rows_P.device, non_blocking=True)
     for column, value in tensors.items():
         message[:, column] = value
     return message

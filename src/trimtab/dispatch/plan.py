@@ -77,6 +77,6 @@ def plan_ranks(sort: RankSort, num_rows: int, num_slots: int, *, ordered: bool =
     slot_row_N = torch.empty_like(sort.row_N).scatter_(0, order_N, sort.row_N)
     return RankPlan(
         row_token_M=compact(sort.token_N, sort.new_row_N, num_rows),
-        token_csr=csr_of(slot_row_N, first_N, sort.tokens, num_rows),
-        slot_csr=csr_of(inverse_of(order_N), sort.kept_N, sort.tokens, num_slots) if ordered else None,
+        token_csr=csr_of(slot_row_N, first_N, sort.tokens, num_rows, whole=True),
+        slot_csr=csr_of(inverse_of(order_N), sort.kept_N, sort.tokens, num_slots, whole=True) if ordered else None,
     )

@@ -57,8 +57,8 @@ class ExpertMLP(GroupedModule):
             the pre-activations and of y are kept until then.
         recipe: low precision, see `trimtab.experts.recipes`; `recipe_way` says whether it is emulated. Every operand
             of a product is quantized, nothing else.
-        kernels: what computes: "auto", "cpu", "torch", "grouped_mm" or "triton"; a `KernelChoice` may be shared by
-            layers and can allow a fallback.
+        kernels: what computes: "auto" or a name of `trimtab.kernels.choose.BACKENDS`; a `KernelChoice` may be shared
+            by layers and can allow a fallback.
         dtype: of the parameters; torch's default one if not given.
         device: of the parameters; torch's default one if not given.
 

@@ -31,7 +31,7 @@ from trimtab.experts.product import Product
 from trimtab.experts.weight import GroupedWeight
 from trimtab.experts.weight_grad import Sink
 from trimtab.kernels.api import Backend, Block
-from trimtab.kernels.rows import gather_padded
+from trimtab.kernels.rows import combine_rows, gather_padded
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +157,7 @@ def forward(p: Pass, keep: bool) -> tuple[Tensor, Tensor | None]:
         out_RD = out if out_RD is None else out_RD
         del h, out
     assert out_RD is not None
-    y = p.kernels.combine(out_RD, p.plan.row_csr, None if folded else p.w_R1[:, 0])
+    y = getattr(p.kernels, "combine", combine_rows)(out_RD, p.plan.row_csr, None if folded else p.w_R1[:, 0])
     return y, pre_RI
 
 
@@ -209,7 +209,8 @@ def backward(p: Pass, dy: Tensor, pre: Tensor, need_x: bool, d_pre_RI: Tensor | 
         if up.trains and up.low_precision is not None:  # behind dx: some recipes draw numbers, in this order
             up.gradients(p.gather(p.x, block), d_pre, v, block)
         del d_pre, v
-    d_x = None if dx_RD is None else p.kernels.combine(dx_RD, p.plan.row_csr)
+    combine = getattr(p.kernels, "combine", combine_rows)
+    d_x = None if dx_RD is None else combine(dx_RD, p.plan.row_csr)
     if dw is None:
         assert dw_R is not None
         dw = slot_grads(dw_R, p.plan, p.w)

@@ -17,8 +17,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trimtab.kernels.rows import Csr
-
 
 @dataclass(frozen=True)
 class Block:
@@ -70,9 +68,6 @@ class Backend(Protocol):
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
         """x[index] for the rows of one block; anything where the index is -1, behind the last segment."""
-
-    def combine(self, rows_nD: Tensor, csr: Csr, weights_n: Tensor | None = None) -> Tensor:
-        """As `rows.combine_rows`."""
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
         """[rows, width] of `dtype` for the blocks' results: not initialized, but zero where no block reaches."""

@@ -23,10 +23,12 @@ class Csr:
 
     indices: [rows used] int64, may be longer than indptr[-1] on a device (what lies beyond is in no sum).
     indptr: [n + 1] int64.
+    whole: nothing lies beyond.
     """
 
     indices: Tensor
     indptr: Tensor
+    whole: bool = False
 
 
 class ExpertPlan(NamedTuple):
@@ -74,7 +76,7 @@ def combine_rows(rows_nD: Tensor, csr: Csr, weights_n: Tensor | None = None) -> 
     """
     each = None if weights_n is None else weights_n[csr.indices]
     # The last offset opens one bag more, for what lies behind it; some kernels would add that to the last real bag.
-    offsets = csr.indptr if rows_nD.device.type == "cpu" else cut_rest(csr)
+    offsets = csr.indptr if csr.whole or rows_nD.device.type == "cpu" else cut_rest(csr)
     summed = torch.nn.functional.embedding_bag(csr.indices, rows_nD, offsets, mode="sum", per_sample_weights=each)
     return summed[: csr.indptr.shape[0] - 1].detach()  # to autograd no view: it may be changed in place
 
@@ -106,13 +108,17 @@ def compact(values_N: Tensor, keep_N: Tensor, size: int | None = None, *, static
     if not (static_by_default(values_N) if static is None else static):
         return values_N[keep_N]
     n = values_N.shape[0] if size is None else size
-    place_N = torch.where(keep_N, keep_N.cumsum(0) - 1, n).clamp_(max=n)
-    return values_N.new_zeros(n + 1).scatter_(0, place_N, values_N)[:n]
+    place_N = keep_N.cumsum(0).mul_(keep_N).clamp_(max=n + 1)  # from 1; the first and the last place are for the others
+    return values_N.new_zeros(n + 2).scatter_(0, place_N, values_N)[1 : n + 1]
 
 
-def csr_of(rows_N: Tensor, keep_N: Tensor, bags: int, size: int | None = None, *, static: bool | None = None) -> Csr:
-    """Csr from slot-ordered row numbers: slots are dealt to `bags` equal runs, those not kept are left out."""
+def csr_of(
+    rows_N: Tensor, keep_N: Tensor, bags: int, size: int | None = None, *, static: bool | None = None,
+    whole: bool = False,
+) -> Csr:  # fmt: skip
+    """Csr from slot-ordered row numbers: slots are dealt to `bags` equal runs, those not kept are left out. whole: they
+    are `size`."""
     kept_per_bag = keep_N.view(bags, rows_N.shape[0] // max(bags, 1)).sum(1)
     offsets = torch.zeros(bags + 1, dtype=torch.int64, device=rows_N.device)
     torch.cumsum(kept_per_bag, 0, out=offsets[1:])
-    return Csr(indices=compact(rows_N, keep_N, size, static=static), indptr=offsets)
+    return Csr(indices=compact(rows_N, keep_N, size, static=static), indptr=offsets, whole=whole)

@@ -56,8 +56,6 @@ class TorchBackend:
         out = self.pool.empty(index_R.shape[0], x.shape[1], dtype=x.dtype)
         return gather_rows(x, index_R, out)
 
-    combine = staticmethod(combine_rows)
-
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
         result = self.pool.empty(rows, width, dtype=dtype)
         result[int(offsets_e[-1]) :] = 0
@@ -119,8 +117,6 @@ class GroupedMMBackend:
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
         return gather_padded(x, index_R) if x.device.type == "cpu" else x[index_R]  # -1 is the last row
-
-    combine = staticmethod(combine_rows)
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
         return torch.empty(rows, width, dtype=dtype, device=offsets_e.device)  # the one block holds all rows

@@ -41,19 +41,15 @@ def sequence_ids(
         raise InputError(f"cu_seqlens and position_ids are integers, got {given.dtype}")
     if cu_seqlens is not None:
         return _of_ends(cu_seqlens.long(), shape)
-    if given.dim() < 1 or (shape is not None and tuple(given.shape) != tuple(shape)):
-        wanted = "at least one dim" if shape is None else f"shape {tuple(shape)} as the tokens have"
-        raise InputError(f"position_ids must have {wanted}, got {tuple(given.shape)}")
-    at = given.long()
-    wrong = (at[..., 1:] != at[..., :-1] + 1) & (at[..., 1:] != 0)
+    if not given.dim() or tuple(given.shape) != tuple(given.shape if shape is None else shape):
+        raise InputError(f"position_ids must be [..., L] of the tokens' shape {shape}, got {tuple(given.shape)}")
+    wrong = (given[..., 1:] != given[..., :-1] + 1) & (given[..., 1:] != 0)
     if bool(wrong.any()):
         *row, place = wrong.nonzero()[0].tolist()
-        before, after = at[(*row, place)].item(), at[(*row, place + 1)].item()
-        raise InputError(
-            f"position_ids go from {before} to {after} at position {place + 1} of row {row}: a sequence goes on by 1, "
-            "and another one begins at 0"
-        )
-    begins = at == 0
+        before, after = given[(*row, slice(place, place + 2))].tolist()
+        said = f"position_ids go from {before} to {after} at position {place + 1} of row {row}"
+        raise InputError(f"{said}: a sequence goes on by 1, and another one begins at 0")
+    begins = given == 0
     begins[..., :1] = False
     return begins.cumsum(-1)
 

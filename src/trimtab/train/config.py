@@ -57,6 +57,10 @@ class TrainConfig:
         choices=("float32", "bfloat16"), fixed=True,
     )  # fmt: skip
     attn: str | None = option("model", "attention, as transformers names it: eager, sdpa …", shown="NAME", fixed=True)
+    kernels: str = option(
+        "model", "what multiplies the experts, as in trimtab doctor (default auto)", default="auto", shown="NAME",
+        choices=("auto", "cpu", "torch", "grouped_mm", "grouped_mm+triton", "triton"),
+    )  # fmt: skip
     gradient_checkpointing: bool = option("model", "compute activations again in backward", default=False)
     data: tuple[str, ...] = option(
         "data", "files, folders: .jsonl, .json, .parquet, .arrow, .csv of text, messages, conversations or prompts and "

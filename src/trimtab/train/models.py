@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 import trimtab.integrations.transformers
 from trimtab.checkpoint.ranks import on_every_rank
 from trimtab.convert.layouts import experts_modules
+from trimtab.convert.steps import moved_rows
 from trimtab.errors import ConfigError, first_line
 from trimtab.integrations.transformers.composite import freeze_what_sees_no_text, language_model_class
 from trimtab.integrations.transformers.lora import lora_config
@@ -119,6 +121,15 @@ def check_model(config: TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> 
         _check_adapters(config, model, mesh)
 
 
+def check_sharded(mapping: Sequence[Any], skeleton: Any, mesh: Mesh) -> None:
+    """Raise ConfigError for a checkpoint that transformers loads wrong where a rank has a part of each weight."""
+    if mesh.fsdp * mesh.tp > 1 and (names := moved_rows(mapping)):
+        raise ConfigError(
+            f"--nproc {mesh.world}: transformers loads {names[0]} of {type(skeleton).__name__} wrong where a rank has "
+            f"a part of it; give --fsdp 1 with --replicate {mesh.world}, or --nproc 1"
+        )
+
+
 def _check_adapters(config: TrainConfig, model: nn.Module, mesh: Mesh) -> None:
     for flag, size in (("--tp", mesh.tp), ("--replicate", mesh.replicate)):
         if size > 1 and config.lora_targets != "experts":
@@ -155,7 +166,7 @@ def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
     from transformers.distributed import DistributedConfig
 
     trimtab.integrations.transformers.register(
-        IMPLEMENTATION, replicate_experts=config.tolerance, copy_cost=config.copy_cost
+        IMPLEMENTATION, replicate_experts=config.tolerance, copy_cost=config.copy_cost, kernels=config.kernels
     )  # fmt: skip
     options: dict[str, Any] = {}
     if config.quantize not in (None, "keep"):

@@ -141,7 +141,7 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
     from transformers.utils import logging as transformers_logging
 
     from trimtab.convert.layouts import experts_modules
-    from trimtab.train.models import check_model, inspect, load_tokenizer
+    from trimtab.train.models import check_model, check_sharded, inspect, load_tokenizer
     from trimtab.train.weights import open_source, quantization
 
     transformers_logging.disable_progress_bar()
@@ -155,6 +155,7 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
     source = None if preset else open_source(folder, skeleton, config.drop)
     tokenizer = load_tokenizer(config.model)
     check_model(config, skeleton, mesh, tokenizer)
+    check_sharded(source.mapping if source else (), skeleton, mesh)
     rewritten = preset or (config.quantize != "keep" and quantization(folder))
     checkpoint = Path(config.out) / INIT if rewritten else folder
     return Plan(asked, config, mesh, skeleton, tokenizer, checkpoint, source, groups, eval_groups)
@@ -237,5 +238,5 @@ def _check_names(config: TrainConfig) -> None:
         raise ConfigError(f"--optim {config.optim}: the Trainer has no such optimizer, but {', '.join(known)}")
     for name in config.report_to:
         if name not in (found := get_available_reporting_integrations()):
-            there = ", ".join(found) or "none"
-            raise ConfigError(f"--report-to {name}: not installed here; there is {there} {install(name)}".rstrip())
+            there = f"there is {', '.join(found) or 'none'}"
+            raise ConfigError(f"--report-to {name}: not installed here; {install(name) or there}")

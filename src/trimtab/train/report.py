@@ -48,7 +48,7 @@ def closing_words(out: Path, unit: str, seconds: float, missing_picture: str | N
     if adapter:
         yield f"adapter {out / FINAL}  (peft's, with the path of the model below)"
     if model.exists() or not adapter:
-        yield f"model   {model}  (AutoModelForCausalLM.from_pretrained opens it, without trimtab)"
+        yield f"model   {model}  (transformers opens it, without trimtab)"
 
 
 def _steps_taken(records: Iterable[dict[str, Any]], unit: str, seconds: float) -> Iterator[str]:

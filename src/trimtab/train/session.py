@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -144,36 +143,28 @@ def _save(model: Any, plan: Plan, rank: int) -> None:
     if source is None or source.folder != plan.checkpoint:
         source = open_source(plan.checkpoint, skeleton, config.drop)
 
-    def begin() -> None:
-        with writing(unfinished):
-            unfinished.mkdir()
-
     def write() -> None:
-        with _advising(plan), writing(unfinished):
-            if not config.frozen:
-                write_model(model, source, unfinished, dtype=config.save_dtype, write=first)
-            elif first:
-                write_adapter(model, unfinished, base=str(plan.checkpoint.resolve()), dtype=config.save_dtype)
-                if config.merge:
-                    print(write_merged(unfinished, skeleton, source, half, dtype=config.save_dtype), flush=True)
-                    half.rename(plan.out / MERGED)
-                if named := name_for_whole_model(unfinished, skeleton, plan.checkpoint):
-                    print(f"adapter names are those of {named}, the whole model", flush=True)
-            if first:
-                unfinished.rename(plan.out / FINAL)
+        try:
+            with writing(unfinished):
+                if not config.frozen:
+                    write_model(model, source, unfinished, dtype=config.save_dtype, write=first)
+                elif first:
+                    write_adapter(model, unfinished, base=str(plan.checkpoint.resolve()), dtype=config.save_dtype)
+                    if config.merge:
+                        print(write_merged(unfinished, skeleton, source, half, dtype=config.save_dtype), flush=True)
+                        half.rename(plan.out / MERGED)
+                    if named := name_for_whole_model(unfinished, skeleton, plan.checkpoint):
+                        print(f"adapter names are those of {named}, the whole model", flush=True)
+                if first:
+                    unfinished.rename(plan.out / FINAL)
+        except InputError as error:
+            left = advice(plan.out, plan.mesh.world)
+            raise InputError(f"{error}; {left}" if left else str(error)) from error
 
     if not config.frozen:
-        on_first_rank(begin, None)
+        with writing(unfinished):
+            on_first_rank(unfinished.mkdir, None)
     on_every_rank(write, None)
-
-
-@contextlib.contextmanager
-def _advising(plan: Plan) -> Iterator[None]:
-    try:
-        yield
-    except InputError as error:
-        left = advice(plan.out, plan.mesh.world)
-        raise InputError(f"{error}; {left}" if left else str(error)) from error
 
 
 def write_adapter(model: Any, folder: Path, *, base: str, dtype: str | None) -> None:

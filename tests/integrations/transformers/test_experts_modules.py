@@ -308,6 +308,7 @@ def test_fp8_experts_of_transformers_run_on_their_codes() -> None:
         ({"transport": "bogus"}, "is not one of"),
         ({"replicate_experts": "bogus"}, "is neither 'off', 'auto' nor a tolerance"),
         ({"replicate_experts": -0.1}, "must be None or a number from 0"),
+        ({"kernels": "bogus"}, "is not one of"),
     ],
     ids=str,
 )
@@ -315,6 +316,11 @@ def test_registering_under_a_name_or_with_options_that_cannot_be(given: dict[str
     with pytest.raises(ConfigError, match=words):
         trimtab.integrations.transformers.register(**given)
     trimtab.integrations.transformers.register()  # again
-    for other in ({"combine": "ordered"}, {"transport": "allgather"}, {"replicate_experts": "auto"}):
+    for other in (
+        {"combine": "ordered"},
+        {"transport": "allgather"},
+        {"replicate_experts": "auto"},
+        {"kernels": "torch"},
+    ):
         with pytest.raises(ConfigError, match="registered with ExchangeOptions\\(transport='alltoall', combine='sum'"):
             trimtab.integrations.transformers.register(**other)  # type: ignore[arg-type]

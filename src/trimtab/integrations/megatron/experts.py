@@ -58,6 +58,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
         name: what Megatron calls the module.
         single_parameter: one parameter of all experts, or one each, as Muon, upcycling and Megatron-Bridge want them:
             `use(spec, experts=ModuleSpec(module=Experts, params={"single_parameter": False}))`.
+        kernels: what multiplies, by a name of `trimtab.kernels.choose.BACKENDS`, given in the same way.
 
     Raises:
         ConfigError: the configuration asks for what these experts do not have.
@@ -67,13 +68,13 @@ class Experts(MegatronModule):  # type: ignore[misc]
 
     def __init__(
         self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None,
-        name: str | None = None, *, single_parameter: bool = True,
+        name: str | None = None, *, single_parameter: bool = True, kernels: str = "auto",
     ) -> None:  # fmt: skip
         _refuse(config, pg_collection)
         super().__init__(config=config)
         self.num_local_experts, self.name = num_local_experts, name
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
-        self.activation, self.kernels = activation_of(config), KernelChoice()
+        self.activation, self.kernels = activation_of(config), KernelChoice(kernels)
         dim = config.hidden_size if getattr(config, "moe_latent_size", None) is None else config.moe_latent_size
         hidden, halves = config.moe_ffn_hidden_size, 2 if config.gated_linear_unit else 1
         groups = (num_local_experts, config, self.tp_group)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def register(
     name: str = "trimtab", *, combine: Literal["sum", "ordered"] = "sum", transport: str = "alltoall",
-    replicate_experts: Literal["off", "auto"] | float = "off", copy_cost: int | None = None,
+    replicate_experts: Literal["off", "auto"] | float = "off", copy_cost: int | None = None, kernels: str = "auto",
 ) -> None:  # fmt: skip
     """Add trimtab to transformers' experts registry and to its EP-implementation registry, both as `name`.
 
@@ -38,14 +38,15 @@ def register(
             The experts must be run by the same name then: another `experts_implementation` is refused when it is first
             called.
         copy_cost: how many slots a replica must take off the busiest rank to be worth its way; 1000 if not given.
+        kernels: what multiplies, by a name of `trimtab.kernels.choose.BACKENDS`.
 
     Calling it again with the same options is harmless; other options live under another name beside the first. A rank
     waits 300 s for the others before it says who is missing, or 9/10 of `init_process_group(timeout=)` if that is less.
 
     Raises:
         BackendError: transformers is missing or too old to have the registries.
-        ConfigError: there is no transport or combine of that name or no such `replicate_experts`, transformers has
-            another implementation of that name, or it was registered with other options.
+        ConfigError: there is no transport, combine or kernels of that name or no such `replicate_experts`,
+            transformers has another implementation of that name, or it was registered with other options.
     """
     from trimtab.dispatch.options import COPY_COST, ExchangeOptions
     from trimtab.errors import BackendError
@@ -72,21 +73,24 @@ def register(
     from trimtab.integrations.transformers.quantized.quantizer import add_quantizer
     from trimtab.kernels.choose import KernelChoice
 
+    choice = KernelChoice(kernels)  # one for all layers: tested once
     teach_peft()
     add_quantizer()
     add_prequantized()
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     known_ep = dict(EPImplementationInterface().items()).get(name)
     if isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP):
-        if known_ep.options != options:
-            raise ConfigError(f"name={name!r} is registered with {known_ep.options}: give these a name of their own")
+        there, theirs = known_ep.options, known_ep.kernels.candidates
+        if (there, theirs) != (options, choice.candidates):
+            raise ConfigError(
+                f"name={name!r} is registered with {there} and kernels {theirs[0]!r}: give these a name of their own"
+            )
         return
     if name == "eager" or known is not None or known_ep is not None:
         raise ConfigError(f"name={name!r}: transformers has an implementation of that name; choose another")
-    kernels = KernelChoice("auto")  # one for all layers: tested once
     for registry in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):  # by the second it says what it refuses
-        registry.register(name, partial(experts_forward, kernels=kernels))
-    own = {"experts_name": name, "options": options, "kernels": kernels, "built": count(), "living": WeakSet()}
+        registry.register(name, partial(experts_forward, kernels=choice))
+    own = {"experts_name": name, "options": options, "kernels": choice, "built": count(), "living": WeakSet()}
     EPImplementationInterface.register(name, type("TrimtabEP", (TrimtabEP,), own))
 
 

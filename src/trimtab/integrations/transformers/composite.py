@@ -14,9 +14,7 @@ from torch import nn
 
 from trimtab.errors import ConfigError
 
-REFUSED: dict[str, str] = {
-    "diffusion_gemma": "it learns to denoise blocks of tokens, not to tell the next one",
-}
+REFUSED = {"diffusion_gemma": "it learns to denoise blocks of tokens, not to tell the next one"}
 """By `model_type`: families whose text part is not trained, and why."""
 SEES_NO_TEXT: dict[str, tuple[str, ...]] = {"ernie4_5_vl_moe": ("vision_moe",)}
 """By `model_type`: modules within the text part that no token of text comes to; a transform of the checkpoint makes
@@ -51,8 +49,7 @@ def text_part(whole: Any) -> Any:
         whole.__init__(self, *args, **options)
         _leave(self, {self.get_decoder(), self.get_output_embeddings()})
 
-    fields = {"__init__": build, "__module__": whole.__module__, "part_of": whole}
-    part: Any = type(whole.__name__, (whole,), fields)
+    part: Any = type(whole.__name__, (whole,), {"__init__": build, "__module__": whole.__module__, "part_of": whole})
     part.from_config = part._from_config  # as the Auto classes call it
     return part
 

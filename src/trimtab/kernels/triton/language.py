@@ -22,7 +22,7 @@ try:
     triton: Any = import_module("triton")  # untyped, and not everywhere: not for a type checker to follow
     tl: Any = import_module("triton.language")
 except ImportError as error:
-    raise BackendError(f"kernels 'triton' need the triton package: {error}") from error
+    raise BackendError(f"kernels of Triton need the triton package: {error}") from error
 
 
 BAND = tl.constexpr(8)
