@@ -9,14 +9,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 from trimtab.errors import ConfigError
-
-TWICE = 1.0
-"""Seconds in which a second signal is taken for the first, come by another way."""
 
 
 def cores() -> int:
@@ -105,45 +101,6 @@ def signals_raise() -> Iterator[None]:
         if came:
             raise Interrupted(came[0]) from error
         raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def first_signal_noted(came: list[int], heard: Callable[[int], object]) -> Iterator[None]:
-    """The first SIGINT, SIGTERM or SIGHUP in the block goes into `came` and to `heard`, and the block goes on; the next
-    does what it would do outside. Those that are set aside stay so.
-
-    Terminals and launchers send the same one twice: what comes within TWICE seconds of the first is that one.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    began = 0.0
-    terminals = [stream for stream in (1, 2) if os.isatty(stream)]
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal began
-        if number == signal.SIGHUP:  # the terminal has gone, and writing there would be an error
-            for stream in terminals:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        if not came:
-            began = time.monotonic()
-            came.append(number)
-            heard(number)
-        elif time.monotonic() - began > TWICE:
-            handler = before[number]
-            signal.signal(number, handler)
-            handler(number, frame) if callable(handler) else os.kill(os.getpid(), number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before: dict[int, Any] = {n: signal.getsignal(n) for n in numbers}
-    before = {n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

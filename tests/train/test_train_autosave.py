@@ -20,14 +20,13 @@ import pytest
 
 from helpers.commands import finish, ranks_of, run_cli, run_python, start_cli, wait_for
 from helpers.train_runs import numbers
-from trimtab import processes
 from trimtab.checkpoint import folder as on_disk
 from trimtab.cli.main import main
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.summary import SHARDED
-from trimtab.processes import Interrupted, first_signal_noted, signals_raise
+from trimtab.processes import Interrupted, signals_raise
 from trimtab.train import autosave
-from trimtab.train.autosave import Autosave
+from trimtab.train.autosave import Autosave, first_signal_noted
 from trimtab.train.loop import MoETrainer
 from trimtab.train.resume import Checkpoints
 
@@ -120,7 +119,7 @@ def test_a_signal_in_the_last_step_or_while_the_model_is_written_costs_no_model(
 
 
 def test_a_second_signal_ends_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "TWICE", -1.0)
+    monkeypatch.setattr(autosave, "TWICE", -1.0)
     signal_in_step(monkeypatch, 2, signal.SIGTERM, signal.SIGINT)
     code, out = run("run")
     assert (code, checkpoints(out)) == (128 + signal.SIGINT, [])

@@ -276,3 +276,13 @@ def base_of(name: str) -> str:
 
 def _zeros(*size: int, device: torch.device) -> Tensor:
     return torch.zeros(size, dtype=torch.int64, device=device)
+
+
+def own_copy(given: Decision, real_T: Tensor | None) -> Decision:
+    """A copy, for whoever changes ids in place, with -1 for tokens that are not real."""
+
+    def own(ids_TK: Tensor) -> Tensor:
+        return ids_TK.clone() if real_T is None else ids_TK.masked_fill(~real_T[:, None], -1)
+
+    chosen = own(given.chosen_TK)
+    return Decision(chosen, chosen if given.kept_TK is given.chosen_TK else own(given.kept_TK))

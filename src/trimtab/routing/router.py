@@ -16,11 +16,12 @@ from trimtab.errors import InputError
 from trimtab.kernels.tensor_checks import dense, described
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups, StepTotals, balance_losses, nan_unless_named, problems_of_packs
+from trimtab.routing.observers import own_copy
 from trimtab.routing.port import Basis, Decision, Port, RouterInfo, RouterRun, Routing, decoded
 from trimtab.routing.quantile import BINS, add_required
 from trimtab.routing.recompute import counted_before, replayed, replaying, running
 from trimtab.routing.scores import SCORES, count_ids, pick_weights, router_logits
-from trimtab.routing.select import Choosing, drop_over, most_slots, own_copy, select
+from trimtab.routing.select import Choosing, drop_over, most_slots, select
 from trimtab.validation import VALUES, check_dtype, check_sizes, holds_ids, holds_values
 
 

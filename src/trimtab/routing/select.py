@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from trimtab.operators import operator
-from trimtab.routing.port import Decision
 from trimtab.routing.scores import count_ids
 
 FEW = 2048
@@ -176,13 +175,3 @@ def drop_over(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, room: int, b
     sorted_N = key_N[order_N]
     over_N = torch.arange(ids_N.shape[0], device=ids_N.device) - start_E[sorted_N] >= room
     return ids_N.scatter(0, order_N, sorted_N.masked_fill(over_N | (sorted_N == num_experts), -1)).view_as(ids_TK)
-
-
-def own_copy(given: Decision, real_T: Tensor | None) -> Decision:
-    """A copy, for whoever changes ids in place, with -1 for tokens that are not real."""
-
-    def own(ids_TK: Tensor) -> Tensor:
-        return ids_TK.clone() if real_T is None else ids_TK.masked_fill(~real_T[:, None], -1)
-
-    chosen = own(given.chosen_TK)
-    return Decision(chosen, chosen if given.kept_TK is given.chosen_TK else own(given.kept_TK))

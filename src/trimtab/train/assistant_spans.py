@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from trimtab.errors import InputError
-from trimtab.train.messages import LEARNED, MASKED, REASONING, USUAL
+from trimtab.train.messages import LEARNED, MASKED, REASONING, check_roles
 from trimtab.train.readers import tokens
 
 IGNORED = -100
@@ -52,10 +52,7 @@ def encode_chat(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"{place}: `messages` need a chat template, and the model's tokenizer has none")
-    for number, role in enumerate((message["role"] for message in messages), 1):
-        if role not in USUAL and not re.search(rf"""["']{re.escape(role)}["']""", str(tokenizer.chat_template)):
-            known = f"{', '.join(USUAL)}, and those that the chat template names"
-            raise InputError(f"{place}: message {number} has the role `{role}`; roles are {known}")
+    check_roles(messages, str(tokenizer.chat_template), place)
     turns = [i for i, message in enumerate(messages) if _is_learned(message, f"{place}: message {i + 1}")]
     if not turns:
         return

@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 
 from trimtab.errors import ConfigError, PeerLost, PhaseTimeout, TrimtabError, first_line
 from trimtab.extras import lacking
-from trimtab.processes import Interrupted, cores, first_signal_noted, group_size, module_arguments, signals_raise
+from trimtab.processes import Interrupted, cores, group_size, module_arguments, signals_raise
+from trimtab.train.autosave import first_signal_noted
 from trimtab.train.config import TrainConfig
 from trimtab.train.plan import DATA, Plan, plan_run
 from trimtab.train.report import LOGS

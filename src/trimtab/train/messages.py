@@ -99,6 +99,16 @@ def _message(message: dict[str, Any], place: str, name: str, odd: Counter[str]) 
     return made
 
 
+def check_roles(messages: list[dict[str, Any]], template: str, place: str) -> None:
+    """Raise InputError for a role that neither the usual formats nor the chat template name."""
+    for number, role in enumerate((message["role"] for message in messages), 1):
+        if role not in USUAL and not re.search(rf"""["']{re.escape(role)}["']""", template):
+            raise InputError(
+                f"{place}: message {number} has the role `{role}`; roles are {', '.join(USUAL)}, and those that the "
+                "chat template names"
+            )
+
+
 def _call(call: Any, place: str) -> dict[str, Any]:
     if not isinstance(call, dict):
         raise InputError(f"{place}: `tool_calls` must be a list of objects")

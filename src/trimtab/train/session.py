@@ -25,9 +25,9 @@ from trimtab.convert.files import writing
 from trimtab.convert.merge import CONFIG, TENSORS
 from trimtab.errors import InputError
 from trimtab.integrations.transformers.summary import summary
-from trimtab.processes import Interrupted, first_signal_noted, leave_group
+from trimtab.processes import Interrupted, leave_group
 from trimtab.routing.loads import draw_loads
-from trimtab.train.autosave import remove_unasked
+from trimtab.train.autosave import first_signal_noted, remove_unasked
 from trimtab.train.loop import MoETrainer
 from trimtab.train.models import load_model, mask_by_positions, whole_model, with_adapters
 from trimtab.train.out_folder import make_room
