@@ -21,15 +21,15 @@ FLOORS = (
 )  # fmt: skip
 """From the top down; the rooms of one floor do not know each other. The oracle stands beside the house."""
 ROOMS = {
-    "(root)": (1060, 13), "checkpoint": (1085, 6), "cli": (550, 6), "convert": (1690, 9), "dispatch": (2635, 19),
-    "doctor": (825, 5), "experts": (5055, 30), "guard": (805, 5), "integrations": (5410, 37), "kernels": (5205, 33),
-    "parallel": (1415, 10), "routing": (2270, 14), "train": (3585, 17), "verify": (1815, 12),
+    "(root)": (1150, 14), "checkpoint": (1090, 6), "cli": (595, 6), "convert": (1785, 9), "dispatch": (2660, 19),
+    "doctor": (840, 5), "experts": (5135, 30), "guard": (805, 5), "integrations": (5595, 39), "kernels": (5555, 34),
+    "parallel": (1425, 10), "routing": (2385, 15), "train": (3970, 19), "verify": (1840, 12),
 }  # fmt: skip
 NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
-PACKAGE = (33380, 216)
+PACKAGE = (34790, 223)
 """Lines and files of all rooms together."""
-LAYER = (4930, 37)
+LAYER = (5050, 37)
 """Lines and files that `import trimtab.moe` loads."""
 FORWARD = 15
 """Statements in `MoE.forward`."""
@@ -59,7 +59,7 @@ CALLS = (165, 24)
 """Calls of our functions in one forward of a layer, and the files that they lie in."""
 UPWARD, CIRCLES, LONG = 0, 0, 0
 """Imports of a room above or beside; groups of modules that import each other; files of more than 300 lines."""
-TESTS = 36255
+TESTS = 39710
 """Lines of tests and helpers."""
 
 

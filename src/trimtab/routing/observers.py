@@ -16,7 +16,7 @@ from trimtab.errors import ConfigError, InputError
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.loads import load_metrics
 from trimtab.routing.losses import Groups, LossGroups, StepTotals, balance_losses, take_sums
-from trimtab.routing.port import Basis, Observer, RouterInfo, RouterRun, Routing
+from trimtab.routing.port import Basis, Decision, Observer, RouterInfo, RouterRun, Routing
 from trimtab.routing.quantile import BINS, add_required
 from trimtab.routing.recompute import noted
 from trimtab.routing.replay import Decisions
