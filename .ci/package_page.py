@@ -1,7 +1,8 @@
 """What the package's page shows: README.md, and the addresses of the repository that the release is built from.
 
-A page of a package lies beside no files: links and pictures are absolute there, or are no links. REPOSITORY is the
-address of the repository, https://HOST/OWNER/NAME, and REF the tag that is built; without them words alone are left.
+A page of a package lies beside no files: links and pictures are absolute there, or are no links. TRIMTAB_REPOSITORY is
+the address of the repository, https://HOST/OWNER/NAME, and TRIMTAB_REF the tag that is built; without them words alone
+are left.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def urls(repository: str, ref: str) -> dict[str, str]:
 
 class PackagePage(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
-        repository, ref = os.environ.get("REPOSITORY", "").rstrip("/"), os.environ.get("REF", "HEAD")
+        repository, ref = os.environ.get("TRIMTAB_REPOSITORY", "").rstrip("/"), os.environ.get("TRIMTAB_REF", "HEAD")
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
         metadata["readme"] = {"content-type": "text/markdown", "text": page(text, repository, ref)}
         metadata["urls"] = urls(repository, ref)

@@ -201,10 +201,10 @@ def test_a_release_builds_tries_and_then_publishes() -> None:
     flow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
     jobs = flow["jobs"]
     assert jobs["try"]["needs"] == "build"
-    assert (jobs["publish"]["needs"], jobs["publish"]["if"]) == ("try", "github.ref_type == 'tag'")
+    assert (jobs["publish"]["needs"], jobs["publish"]["if"]) == (["test", "try"], "github.ref_type == 'tag'")
     said = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert re.findall(r"make ([\w-]+)", said) == ["wheel"]
+    assert re.findall(r"make ([\w-]+)", said) == ["test", "wheel"]
     assert re.search(r"^wheel: \$\(BIN\)/python  ##", makefile, re.MULTILINE), "it installs nothing else first"
     assert all((ROOT / path).stat().st_mode & 0o111 for path in re.findall(r"\.ci/[\w-]+", said))
     versions = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if "Python :: 3." in text}

@@ -72,8 +72,13 @@ def full_disk(folder: Path) -> str:
     """Words for a message if the disk of `folder` is nearly full or files are limited in size, else "": libraries that
     fail to write then name other reasons."""
     free, most = free_room(folder), _file_limit()
-    full = f"; {free / 1e6:.1f} MB are free on the disk of {folder}" if free < LEAST_FREE else ""
+    full = f"; {free / 1e6:.1f} MB are free on the disk of {folder}" if is_full(folder) else ""
     return full + (f"; this process may write files of {most / 1e6:.1f} MB at most (ulimit -f)" if most >= 0 else "")
+
+
+def is_full(folder: Path) -> bool:
+    """True if the disk of `folder` is nearly full."""
+    return free_room(folder) < LEAST_FREE
 
 
 def free_room(folder: Path) -> float:

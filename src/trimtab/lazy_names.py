@@ -17,7 +17,9 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     module = sys.modules[package]
     spec: Any = module.__spec__
     there, home, homes = set(vars(module)), "", dict[str, str]()
-    for step, after in pairwise(dis.get_instructions(spec.loader.get_code(package))):
+    for step, after in pairwise(
+        i for i in dis.get_instructions(spec.loader.get_code(package)) if i.opname != "EXTENDED_ARG"
+    ):
         if step.opname == "IMPORT_NAME":
             home = step.argval
         elif step.opname == "IMPORT_FROM" and after.argval == step.argval not in there:

@@ -245,6 +245,7 @@ def test_no_branch_on_emptiness_in_the_exchange_the_kernels_and_the_experts() ->
     assert found.keys() == {
         "routing/replay.py",  # what a file of recorded decisions holds: no step of a layer
         "routing/observers.py",  # the same, before a forward is told
+        "routing/sequences.py",  # positions that a user gives, once for a batch
         "integrations/megatron/layer.py",  # Megatron's own router cannot reshape the logits of no tokens
     }
 

@@ -59,6 +59,9 @@ def activations(dtype: torch.dtype, hidden: int, rows: int = 7, tail: int = 2) -
             wanted = torch.zeros(rows, dtype=torch.float64).index_put((kept,), d_w + (0 if more is None else 2))
             assert_close(dw[0], wanted, BOUNDS[dtype], f"{word}: dw")
         assert glue.activate_backward(word, pre, dh, w, slot_R, None, False)[1] is None
+        assert glue.activate(word, torch.full_like(pre, NAN), w, slot_R)[: rows - tail].isnan().all(), (
+            f"{word}: NaN stays"
+        )
 
 
 def parts_of_longer_rows(dtype: torch.dtype) -> None:

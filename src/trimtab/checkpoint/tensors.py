@@ -44,8 +44,8 @@ def write_dcp(
     no_dist = alone or not dist.is_initialized()
     with errors_of(folder):
         dcp_save(
-            dict(tensors), storage_writer=FileSystemWriter(folder), planner=planner or SavePlanner(),
-            process_group=group, no_dist=no_dist,
+            dict(tensors), planner=planner or SavePlanner(), process_group=group, no_dist=no_dist,
+            storage_writer=FileSystemWriter(folder, per_thread_copy_ahead=10_000_000 if planner is None else 0),
         )  # fmt: skip
 
 

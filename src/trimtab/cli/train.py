@@ -97,11 +97,11 @@ def _nothing_to_resume(given: dict[str, Any]) -> str | None:
     if found is None or given.get("overwrite") or Path(given.get("out", found[0])).resolve() != found[0].resolve():
         return None
     out, options = found
-    for name in FIXED:
-        if name in given and given[name] != options[name] and name != "model":
+    for name in (*FIXED, "merge", "save_dtype"):
+        if name in given and given[name] != options.get(name) and name != "model":
             raise ConfigError(
-                f"{flag_of(name)} {given[name]}: the run of {out} is finished and had {options[name]}; begin another "
-                f"from its model: --model {out / FINAL}, with another --out"
+                f"{flag_of(name)} {given[name]}: the run of {out} is finished and had {options.get(name)}; begin "
+                f"another from its model: --model {out / FINAL}, with another --out"
             )
     steps = options["max_steps"] or sum(1 for _ in (out / METRICS).open(encoding="utf-8"))
     return f"finished at step {steps}, nothing to resume; the model is in {out / FINAL}"

@@ -58,7 +58,7 @@ def convert(
 ) -> Converted:  # fmt: skip
     """Convert in one process, without a process group or a device.
 
-    Memory: the largest tensor of the checkpoint, a layer's gate and up, and blocks of a few times 16 MB.
+    Memory: the largest tensor of the checkpoint, a layer's gate and up, and blocks of a few times 4 MB.
 
     Args:
         src: a checkpoint of `trimtab.checkpoint`, or the root of several (the latest is meant), for "safetensors"; a

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from io import BufferedReader
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,6 +144,7 @@ class SafetensorsFolder(TensorStore):
         self.folder = folder
         self._file_of: dict[str, str] = {}
         self._start: dict[str, int] = {}  # of a tensor's bytes in its file
+        self._opened: dict[str, BufferedReader] = {}  # files that stay what they were, whatever becomes of the folder
         self.infos: dict[str, TensorInfo] = {}
         indexed = self._read_index()
         for file in [SINGLE] if indexed is None else dict.fromkeys(indexed.values()):
@@ -159,11 +161,11 @@ class SafetensorsFolder(TensorStore):
 
     def _read(self, name: str, shape: Sequence[int], row: int = 0) -> Tensor:
         """Rows of a tensor. What is mapped into memory, as safetensors does, stays there until the file is closed."""
-        path, tensor = self.folder / self._file_of[name], torch.empty(shape, dtype=self.infos[name].dtype, device="cpu")
-        with path.open("rb") as file:
-            file.seek(self._start[name] + (row and row * tensor.nbytes // len(tensor)))
-            if file.readinto(bits(tensor).numpy().data) < tensor.nbytes:
-                raise InputError(f"{path}: ends before {name} does")
+        tensor = torch.empty(shape, dtype=self.infos[name].dtype, device="cpu")
+        file = self._opened[self._file_of[name]]
+        file.seek(self._start[name] + (row and row * tensor.nbytes // len(tensor)))
+        if file.readinto(bits(tensor).numpy().data) < tensor.nbytes:
+            raise InputError(f"{self.folder / self._file_of[name]}: ends before {name} does")
         return tensor
 
     def _read_index(self) -> dict[str, str] | None:
@@ -188,9 +190,11 @@ class SafetensorsFolder(TensorStore):
 
     def _open(self, file: str) -> None:
         try:
-            with safe_open(self.folder / file, framework="pt") as opened, (self.folder / file).open("rb") as raw:
-                names, size = list(opened.keys()), int.from_bytes(raw.read(8), "little")
-                header = json.loads(raw.read(size))
+            with safe_open(self.folder / file, framework="pt") as opened:
+                names = list(opened.keys())
+            raw = self._opened[file] = (self.folder / file).open("rb")
+            size = int.from_bytes(raw.read(8), "little")
+            header = json.loads(raw.read(size))
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.folder / file}: not a whole safetensors file ({error})") from error
         for name in names:

@@ -147,7 +147,7 @@ class Hashed(TensorStore):
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         tensors = self.inner.read(names)
         for name, tensor in tensors.items():
-            self._take(name, tensor, slice(0, *self.infos[name].shape[:1]))
+            self._take(name, tensor, slice(0, *(self.infos[name].shape[:1] or (1,))))
         return tensors
 
     def read_rows(self, name: str, rows: slice) -> Tensor:

@@ -15,7 +15,7 @@ from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import kernels_of
 from trimtab.kernels.rows import ExpertPlan as ExpertPlan
 from trimtab.kernels.rows import csr_of, inverse_of, narrow
-from trimtab.kernels.tensor_checks import no_values, static_by_default
+from trimtab.kernels.tensor_checks import no_values, recorded, static_by_default
 from trimtab.layout import ALIGNMENTS
 from trimtab.operators import operator
 from trimtab.validation import assert_on_device, wide_ids
@@ -53,7 +53,7 @@ def plan_experts(
         _check_slots(num_slots, plan.bag_index.shape[0])
         return plan
     on_device = getattr(kernels, "place_on_device", None)
-    if on_device is not None:
+    if on_device is not None and top_k and not recorded():
         placed: ExpertPlan = on_device(ids_MK, num_experts, alignment, num_slots)
         return _kept_promise(placed, num_slots, ids_MK.numel())
     if static and alignment == 1 and ids_MK.device.type != "cpu":

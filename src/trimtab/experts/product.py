@@ -145,7 +145,8 @@ class Product:
                 assert kept is not None
                 jobs.append(partial(self._write_low, kept, low.keep(d, "gradient")))
         if any(sink.wanted[values : values + biases]):
-            weighted = d if self.w_R1 is None else d * self.w_R1[block.rows]
+            wide = torch.promote_types(d.dtype, torch.float32)  # weights may be float64 beside narrower rows
+            weighted = d if self.w_R1 is None else d * self.w_R1[block.rows].to(wide)
             jobs.append(partial(self._write_biases, weighted, block))
         if weight.lora is not None and any(sink.wanted[-2:]):
             jobs.append(partial(self._write_factors, rows, d, v, block))

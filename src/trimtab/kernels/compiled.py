@@ -225,7 +225,7 @@ def are_made() -> bool:
     """True if `compiled_kernels` has nothing to compile.
 
     Raises:
-        BackendError: there is no compiler, or no folder to keep them in.
+        BackendError: there is no compiler.
     """
     return is_made(MAIN, list(SOURCES.glob("*")))
 

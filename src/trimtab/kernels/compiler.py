@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import stat
@@ -26,7 +27,7 @@ from typing import IO
 
 import torch
 
-from trimtab.errors import BackendError, full_disk
+from trimtab.errors import BackendError, full_disk, is_full
 
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
 """Hidden, what a library does not offer is its own: of two in a process none takes the other's templates."""
@@ -34,7 +35,7 @@ LIMIT = 300  # seconds for a compiler that should take some
 PATIENCE = 2 * LIMIT + 30  # for another process, which compiles and links
 SILENT = 10  # seconds of waiting for another process before a word about it
 _log = logging.getLogger(__name__)
-_failed: dict[str, str] = {}
+_failed: dict[tuple[str | None, ...], str] = {}
 """Reasons for which this process has no library: it is not tried again, for each layer would wait for the compiler."""
 
 
@@ -120,8 +121,9 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
             be written.
     """
     compiler, flags, name = _wanted(main, sources, defines, march)
-    if name in _failed:
-        raise BackendError(_failed[name])
+    tried = name, os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"), os.environ.get("TMPDIR")
+    if tried in _failed and _found(name) is None:
+        raise BackendError(_failed[tried])
     refused: list[str] = []
     for folder_of in (cache_folder, spare_folder):
         try:
@@ -133,7 +135,7 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
             refused.append(str(error))
             continue
         except BackendError as error:
-            _failed[name] = str(error)
+            _failed[tried] = str(error)
             raise
         if refused:
             warnings.warn(
@@ -142,17 +144,25 @@ def made(main: Path, sources: Sequence[Path], defines: Sequence[str] = (), march
                 stacklevel=2,
             )
         return folder / name
-    _failed[name] = f"the compiled kernels cannot be kept anywhere: {'; '.join(refused)}; set XDG_CACHE_HOME"
-    raise BackendError(_failed[name])
+    _failed[tried] = f"the compiled kernels cannot be kept anywhere: {'; '.join(refused)}; set XDG_CACHE_HOME"
+    raise BackendError(_failed[tried])
 
 
 def is_made(main: Path, sources: Sequence[Path]) -> bool:
-    """True if the cache folder has it, so that `load` has nothing to compile; the errors of `made`."""
-    name = _wanted(main, sources, (), "native")[2]
-    try:
-        return _whole(cache_folder() / name)
-    except OSError:
-        return False
+    """True if one of the folders has it, so that `load` has nothing to compile; the errors of `made`."""
+    return _found(_wanted(main, sources, (), "native")[2]) is not None
+
+
+def _found(name: str) -> Path | None:
+    """Where a library of this name lies whole."""
+    for folder_of in (cache_folder, spare_folder):
+        with contextlib.suppress(OSError):
+            folder = folder_of()
+            if _whole(folder / name):
+                if folder_of is spare_folder:
+                    _own(folder)
+                return folder / name
+    return None
 
 
 def _own(folder: Path) -> None:
@@ -162,6 +172,9 @@ def _own(folder: Path) -> None:
     found = folder.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o022:
         raise PermissionError(f"{folder}: others may write there")
+    above = folder.parent.stat()
+    if above.st_uid not in (0, os.getuid()) or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
+        raise PermissionError(f"{folder.parent}: others may rename what is there")
 
 
 def _make(compiler: Sequence[str], flags: Sequence[str], main: Path, target: Path) -> None:
@@ -269,7 +282,7 @@ def _run(command: list[str], folder: Path) -> None:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=LIMIT, check=False,
-            env={**os.environ, "TMPDIR": str(folder)},
+            env={**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"},
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise BackendError(f"the C++ compiler took more than {LIMIT} s: {shlex.join(command)}") from error
@@ -281,6 +294,7 @@ def _run(command: list[str], folder: Path) -> None:
         if done.returncode < 0:
             told += [f"it was ended by signal {-done.returncode}; 9 often means that memory ran out"]
         text = "\n".join([said, *(told or [f"exit code {done.returncode}, and not a word"])])
-        raise OSError(text.rpartition("\n")[2]) if full_disk(folder) else BackendError(text)
+        no_room = re.search("No space left|quota exceeded|File too large", done.stderr) or is_full(folder)
+        raise OSError(text.rpartition("\n")[2]) if no_room else BackendError(text)
     if not Path(command[-1]).is_file():
         raise BackendError(f"{said}\nit ended well and did not write {command[-1]}")

@@ -26,8 +26,12 @@ def no_values(device: torch.device) -> bool:
     a graph is traced from fake tensors, for what is computed must be in it."""
     if device.type == "meta" or not _get_current_dispatch_mode_stack():  # as nearly always
         return device.type == "meta"
-    at_work = {kind.__name__ for mode in modes() for kind in mode.__mro__}
-    return "FakeTensorMode" in at_work and "ProxyTorchDispatchMode" not in at_work
+    return any(kind.__name__ == "FakeTensorMode" for mode in modes() for kind in mode.__mro__) and not recorded()
+
+
+def recorded() -> bool:
+    """True while `make_fx` records operators: a kernel that is none of them would not be in its graph."""
+    return any(kind.__name__ == "ProxyTorchDispatchMode" for mode in modes() for kind in mode.__mro__)
 
 
 def static_by_default(t: Tensor) -> bool:

@@ -210,8 +210,10 @@ def problems_of_packs(tokens: int, ids_T: Tensor | None, num_sequences: int | No
     problems = []
     if ids_T is not None and (tuple(ids_T.shape) != (tokens,) or not holds_ids(ids_T)):
         problems.append(f"sequence ids must be int [{tokens}], got {ids_T.dtype} {tuple(ids_T.shape)}")
-    if num_sequences is not None and (ids_T is None or not is_whole(num_sequences) or num_sequences < 1):
-        problems.append(f"num_sequences={num_sequences!r} must be a whole number of at least 1, beside sequence ids")
+    if num_sequences is not None and (ids_T is None or not is_whole(num_sequences) or not 0 < num_sequences < 1 << 31):
+        problems.append(
+            f"num_sequences={num_sequences!r} must be a whole number from 1 to 2^31 - 1, beside sequence ids"
+        )
     if cut and ids_T is not None and num_sequences is None:
         problems.append(
             "sequence_aux_loss of packs that are cut over ranks (tensor, context parallel) needs num_sequences, and "

@@ -288,7 +288,7 @@ class Router(nn.Module):
             problems.append(f"ids to replay must be int {list(decided)}, got {ids.dtype} {tuple(ids.shape)}")
         if batch < 0 or x.shape[0] % max(batch, 1) or (batch == 0 and x.shape[0]):
             problems.append(f"{x.shape[0]} tokens are not {batch} sequences of one length")
-        cut = bool(self.config.sequence_aux_loss) and self.groups.sequence is not None
+        cut = bool(self.config.sequence_aux_loss and self.groups.sequence)
         problems += problems_of_packs(x.shape[0], packed, most, cut=cut)
         if problems:
             raise InputError("; ".join(problems), layer=self.layer, phase="route")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -19,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from trimtab.checkpoint import folder as on_disk
-from trimtab.errors import InputError
+from trimtab.errors import InputError, free_room
 
 EVERY = 1800.0
 """Seconds of training between two of them, and at least SHARE times what the last one took."""
@@ -54,13 +53,9 @@ class Autosave:
 
     def has_room(self, step: int) -> bool:
         """Says it where there is none. One rank calls."""
-        at = next(path for path in (self._root, *self._root.parents) if path.exists())
-        usage = shutil.disk_usage(at)
-        if usage.free >= self._needs or not usage.total:  # some file systems do not know
+        if (free := free_room(self._root)) >= self._needs:
             return True
-        self.give_up(
-            step, f"{self._needs / 1e6:,.1f} MB are needed with the model, {usage.free / 1e6:,.1f} MB are free"
-        )
+        self.give_up(step, f"{self._needs / 1e6:,.1f} MB are needed with the model, {free / 1e6:,.1f} MB are free")
         return False
 
     def give_up(self, step: int, why: str) -> None:

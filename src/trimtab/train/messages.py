@@ -48,7 +48,10 @@ def read_messages(messages: Any, place: str, name: str, odd: Counter[str]) -> li
             called = bool(one.get("tool_calls"))
         elif not called:
             odd["message(s) of the role tool without a call before"] += 1
-        kind = [message.get("role", message.get("from")), *(message.get(key) for key in (*LEARNED, *MASKED))]
+        kind = [
+            str(message.get("role", message.get("from"))).strip().lower(),
+            *(message.get(key) for key in (*LEARNED, *MASKED)),
+        ]
         if kind == before and kind[0] in CALLS and "tool_calls" in one and "tool_calls" in made[-1]:
             made[-1]["tool_calls"] += one["tool_calls"]  # several calls of one answer
         else:

@@ -27,7 +27,8 @@ def language_model_class(config: Any) -> Any:
     Raises ConfigError for a family of `REFUSED`, one without a language model, and one that takes no text alone.
     """
     kind, name = type(config), config.model_type
-    if kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    if causal is not None and causal is not transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(kind, None):
         return transformers.AutoModelForCausalLM
     if name in REFUSED:
         raise ConfigError(f"{name} is not trained: {REFUSED[name]}")

@@ -31,7 +31,6 @@ BLOCK = 1024
 WORDS = ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu_squared")
 """Activations that the kernels know; the first `GATED` have a gate."""
 GATED = 3
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _slope(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -41,7 +40,7 @@ def _slope(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
         value = x * gate
         slope = gate * (1 + x - value)
     elif ACT == 5:
-        positive = tl.maximum(x, 0.0)
+        positive = tl.where(x < 0, 0.0, x)  # NaN stays
         value = positive * positive
         slope = 2 * positive
     elif (ACT == 1) | (ACT == 3):

@@ -120,7 +120,7 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
     ids_MK = wide_ids(ids_MK).contiguous()
     (rows, top_k), power = ids_MK.shape, segments_power(num_experts)
     slots = rows * top_k
-    total = (slots if num_slots is None else num_slots) + num_experts * (alignment - 1)
+    total = (slots if num_slots is None else min(num_slots, slots)) + num_experts * (alignment - 1)
     chunks = max(1, triton.cdiv(slots, CHUNK))
 
     def made(*shape: int) -> Tensor:
