@@ -138,10 +138,9 @@ def _root_cause(failures: dict[int, Any], out: Path) -> str:
 
     def order(rank: int) -> tuple[int, float]:
         failure = failures[rank]
-        killed = failure.exitcode < 0
-        return 0 if _said(
-            failure
-        ) else 2 if not killed else 1 if failure.exitcode != -signal.SIGTERM else 3, failure.timestamp
+        code = failure.exitcode
+        place = 0 if _said(failure) else 2 if code >= 0 else 1 if code != -signal.SIGTERM else 3
+        return place, failure.timestamp
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -187,7 +186,7 @@ def _run_rank(config: TrainConfig, launcher: int | None = None, stop: Path | Non
 def _follow(parent: int, stop: Path | None) -> None:
     """End this process when its launcher is gone, even if it was killed, and before this rank came up at that. Hand
     the signal on that the launcher has got, once: while steps are taken it is noted, else it ends this process."""
-    told = stop is None
+    told = False
     while os.getppid() == parent:
         if stop is not None and not told and stop.exists():
             told = True
