@@ -63,7 +63,7 @@ def find_matrices(
     kind_of, modules = kinds(inner), dict(inner.named_modules(remove_duplicate=False))
     found: dict[nn.Parameter, Found] = {}
     for path, module in modules.items():
-        around = [modules[path[:end]] for end, letter in enumerate(path) if letter == "."]
+        around = [modules[path[:end]] for end in range(len(path)) if not end or path[end] == "."]
         for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
             name = plain_name(f"{path}.{own}".lstrip("."))
             pattern = next((pattern for pattern in told if fnmatchcase(name, pattern)), None)
