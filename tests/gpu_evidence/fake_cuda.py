@@ -33,6 +33,7 @@ from trimtab.experts.plan import plan_for
 from trimtab.kernels import choose
 from trimtab.kernels.choose import KernelChoice
 from trimtab.operators import KERNELS
+from trimtab.parallel.ddp import _ExpertReducer
 
 T, D, F, E, K, P = 4096, 2048, 768, 128, 8, 8
 READS = {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "bincount"}
@@ -47,9 +48,11 @@ VIEWS = {
 
 def place() -> str:
     """The line of trimtab that is at work."""
-    for frame in inspect.stack()[2:]:
-        if "/trimtab/src/" in frame.filename or "/src/trimtab/" in frame.filename:
-            return f"{frame.filename.split('/trimtab/')[-1]}:{frame.lineno}"
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        if "/src/trimtab/" in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename.split('/trimtab/')[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
     return "?"
 
 
@@ -261,6 +264,15 @@ def replicas() -> Steps:
     return {"forward": lambda: planner.place(ids, call)}
 
 
+def ddp_flags() -> Steps:
+    """The end of a backward under DDP with find_unused_parameters, of a rank that used all."""
+    module = experts(P)
+    reducer = _ExpertReducer(fake_group(), [], list(module.parameters()), [], [])
+    for param in module.parameters():
+        param.grad = torch.empty_like(param)
+    return {"forward": reducer._reduce}
+
+
 def linear() -> Steps:
     module, x = GroupedLinear(P, D, F, dtype=torch.bfloat16, device="cuda"), rows()
     sizes, found = torch.empty(P, dtype=torch.int64, device="cuda"), {}
@@ -286,6 +298,7 @@ CASES: dict[str, Callable[[], Steps]] = {
     "all-to-all, replicas": lambda: all_to_all(replication=ReplicationConfig(copy_cost=512)),
     "all-to-all, ordered": lambda: all_to_all(combine="ordered"),
     "linear": linear,
+    "ddp, flags": ddp_flags,
 }
 
 

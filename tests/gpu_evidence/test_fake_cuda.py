@@ -48,6 +48,7 @@ WITH_TRITON = {
     "all-to-all, replicas": Budget(131, 41, waits=1),
     "all-to-all, ordered": Budget(111, 31, waits=1),
     "linear": Budget(19, 17),
+    "ddp, flags": Budget(6),
 }
 ALONE = {"experts": Budget(28, 31), "plan": Budget(14), "layer": Budget(54, 39)}
 """Without Triton."""
