@@ -72,17 +72,14 @@ class Autosave:
 
 
 def remove_unasked(root: Path, before: float) -> None:
-    """Remove such checkpoints of steps before that one."""
-    for folder in on_disk.whole_checkpoints(root):
-        if on_disk.step_of(folder) < before and _is_unasked(folder):
-            on_disk.remove(folder)
-
-
-def _is_unasked(folder: Path) -> bool:
-    try:
-        return bool(on_disk.read_index(folder).extra.get(MARK))
-    except InputError:  # damaged: not ours to judge
-        return False
+    """Remove such checkpoints of steps before that one: the last, for behind one that was asked for there are none."""
+    for folder in reversed([path for path in on_disk.whole_checkpoints(root) if on_disk.step_of(path) < before]):
+        try:
+            if not on_disk.read_index(folder).extra.get(MARK):
+                return
+        except InputError:  # damaged: not ours to judge
+            continue
+        on_disk.remove(folder)
 
 
 @contextlib.contextmanager
