@@ -19,8 +19,9 @@ from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import NO_FACTS, Facts
 from trimtab.dispatch.options import CombineMode, check_combine
 from trimtab.errors import ConfigError, InputError
+from trimtab.experts.activations import check_activation
 from trimtab.experts.grouped_module import check_options
-from trimtab.experts.module import ExpertMLP, check_activation
+from trimtab.experts.module import ExpertMLP
 from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
