@@ -163,11 +163,6 @@ class ExpertMLP(GroupedModule):
         return (*shape[:-1], shape[-1] * values_per_byte(self.codes[0])), self.codes[1]
 
     @property
-    def scale_names(self) -> tuple[str, ...]:
-        """Those of the codes, if there are some."""
-        return () if self.codes is None else (f"{self._up}_scales", "down_scales")
-
-    @property
     def parameter_names(self) -> tuple[str, ...]:
         """("gate_up", "down"), or ("up", "down") without a gate; then their biases, if there are any."""
         names = (self._up, "down")

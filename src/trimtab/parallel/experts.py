@@ -154,7 +154,7 @@ class ParallelExperts(ExpertMLP):
         self.num_experts = experts_per_rank(self.num_experts, place.mesh.size(place.ep_dim))
         self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
         whole_rows = self.codes is not None and not FORMATS[self.codes[0]].ins
-        for name in (*self.parameter_names, *self.scale_names):
+        for name, _ in list(self.named_parameters(recurse=False)):
             split = Replicate() if name == "down_scales" and whole_rows else SPLIT.get(name, Replicate())
             self._cut(self, name, Shard(0), split, src_data_rank)
         for adapter in getattr(self, "adapters", {}).values():
