@@ -1,0 +1,1 @@
+"""Optimizers that know which matrices a model's parameters are made of."""
