@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import trimtab
 from helpers.families import build_model, forward, sample_batch
-from trimtab import ConfigError, ExpertMLP, MoEConfig, RouterConfig, checkpoint
+from trimtab import ConfigError, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig, checkpoint
 from trimtab.optim import Layout, Muon, for_trainer, plain
 from trimtab.optim.matrices import find_matrices
 
@@ -272,6 +272,22 @@ def test_operands_are_small_on_a_cpu() -> None:
     assert sum(shape[0] for shape in seen) == 16 * 3 + 3
     assert max(shape[0] * shape[1] * shape[2] * 2 for shape in seen) <= 8 << 20
     assert (3, 64, 64) in seen
+
+
+def test_gate_and_up_in_one_of_our_own_modules_are_two() -> None:
+    model = MoEConfig(
+        dim=8, hidden=12, router=RouterConfig(num_experts=4, top_k=2), shared_hidden=12, shared_gate=True
+    ).build()
+    sizes = {f.name: f.layout.matrices((24, 8)) for f in find_matrices(model).values() if f.layout and "up" in f.name}
+    assert sizes["shared.up.weight"] == [(1, 12, 8), (1, 12, 8)]
+    of_megatron: Any = GroupedLinear(4, 8, 24, bias=False)  # as its first linear of experts says of itself
+    of_megatron.halves, of_megatron.tp_size = 2, 1
+    (found,) = find_matrices(of_megatron).values()
+    assert found.layout == Layout((12, 12))
+    of_megatron.tp_size = 2
+    assert find_matrices(of_megatron)[of_megatron.weight][1:] == (None, "experts, a share of them")
+    theirs = nn.ModuleDict({"fc1": nn.Linear(8, 24, bias=False), "fc2": nn.Linear(12, 8, bias=False)})
+    assert [f.what for f in find_matrices(theirs).values()] == ["several projections of sizes not known", "dense"]
 
 
 def test_names_that_say_several_projections_are_not_guessed() -> None:

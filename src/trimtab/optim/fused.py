@@ -8,8 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from trimtab.experts.shared import SharedExperts
 from trimtab.optim.layout import Layout
 
+PAIRS = {"up": "down", "up_proj": "down_proj", "fc1": "fc2", "linear_fc1": "linear_fc2", "w1": "w2"}
+"""A first projection that is twice as wide as what the second takes has a gate in it."""
 _FUSED = re.compile(r"qkv|kv_|^kv|^in_proj$|in_proj_ba|^x_proj$|gate_up|up_gate|^w1[23]$|^wi$|query_key|q_gate|c_attn")
 """Names that say several projections in one, unless `SPLITS` knows better."""
 
@@ -69,7 +72,11 @@ SPLITS: dict[str, Callable[[Any, nn.Linear], Layout]] = {
 
 def of_linear(name: str, owner: nn.Module, linear: nn.Linear) -> Layout | None:
     """The layout of a dense projection; None where it is several of sizes that are not known."""
-    known = None if _FUSED.search(name) else _whole(owner, linear)
+    second = getattr(owner, PAIRS.get(name, ""), None)
+    gated = isinstance(second, nn.Linear) and linear.out_features == 2 * second.in_features
+    if gated and isinstance(owner, SharedExperts):
+        return _halves(owner, linear)
+    known = None if gated or _FUSED.search(name) else _whole(owner, linear)
     try:
         found = SPLITS[name](owner, linear) if name in SPLITS else known
     except AttributeError:  # a projection of this name of somebody else

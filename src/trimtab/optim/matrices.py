@@ -101,7 +101,9 @@ def _layout(
     if kind == "router":
         return rows if router == "muon" and own == "weight" and param.ndim == 2 else None, "router"
     if isinstance(module, GroupedModule):  # gate and up of ours have a dim of their own
-        return None if "bias" in own or own.endswith("_scales") else rows, "experts"
+        if "bias" in own or own.endswith("_scales") or getattr(module, "tp_size", 1) > 1:
+            return None, "experts, a share of them" if getattr(module, "tp_size", 1) > 1 else "experts"
+        return _stack(param, getattr(module, "halves", 1), False), "experts"  # Megatron's first linear
     if is_transformers_experts(module):
         held: Any = module
         known = own in ("gate_up_proj", "up_proj", "down_proj")
