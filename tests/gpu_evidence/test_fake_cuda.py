@@ -45,6 +45,7 @@ WITH_TRITON = {
     "replicas": Budget(28),
     "layer": Budget(32, 20),
     "all-to-all": Budget(86, 23, waits=1),
+    "all-to-all, guarded": Budget(87, 23, waits=1),
     "all-to-all, replicas": Budget(131, 41, waits=1),
     "all-to-all, ordered": Budget(111, 31, waits=1),
     "linear": Budget(19, 17),
