@@ -183,7 +183,7 @@ def values(t: Tensor, watch: Watch) -> Any:
     if t.dim() == 1:  # a layer's name
         return [0] * t.numel()
     watch.waits.append(f"tolist {place()}")
-    row = [0] * facts.COLUMNS
+    row = [0] * facts.COLUMNS + [T * K // E] * (t.shape[2] - facts.COLUMNS)
     row[facts.ROWS], row[facts.SLOTS], row[facts.TOKENS], row[facts.GRAD] = 2 * T // P, T * K // P, T, 1
     return [[row] * t.shape[1]] * t.shape[0]
 
@@ -226,6 +226,29 @@ def layer() -> Steps:
 
     def forward() -> None:
         found["y"] = moe(x).y
+
+    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+
+
+def megatron() -> Steps:
+    """The exchange of Megatron's own experts, which split rows on the host."""
+    import torch.distributed as dist
+
+    from trimtab.dispatch.options import ExchangeOptions
+    from trimtab.integrations.megatron.dispatcher import TokenDispatcher
+
+    config = SimpleNamespace(num_moe_experts=E, moe_ffn_hidden_size=F, moe_router_topk=K)
+    groups = SimpleNamespace(ep=fake_group(), expt_tp=dist.new_group([0]), tp_ep=fake_group())
+    dispatcher = TokenDispatcher(config, groups, takes_rows=False, options=ExchangeOptions())
+    x, (ids, w), found = rows(), slots(), {}
+    facts.compare = lambda *args: None  # nobody else is there
+
+    def forward() -> None:
+        sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, ids, w))
+        rows_RH, sizes_e, probs_R = dispatcher.dispatch_postprocess(*sent)
+        assert (sizes_e.device.type, rows_RH.shape[0]) == ("cpu", T * K)
+        home = dispatcher.token_combine(dispatcher.combine_preprocess((rows_RH * probs_R[:, None]).bfloat16()))
+        found["y"] = dispatcher.combine_postprocess(home)
 
     return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
 
@@ -309,6 +332,7 @@ CASES: dict[str, Callable[[], Steps]] = {
     "all-to-all, ordered": lambda: all_to_all(combine="ordered"),
     "linear": linear,
     "ddp, flags": ddp_flags,
+    "megatron": megatron,
 }
 
 
