@@ -58,7 +58,7 @@ SCORES: dict[str, Score] = {
 
 def _upper(t: Tensor) -> Tensor:
     """The upper halves of float32, which are bfloat16."""
-    return t.view(torch.bfloat16).unflatten(-1, (-1, 2)).select(-1, 1)
+    return t.view(torch.bfloat16).view(*t.shape, 2).select(-1, 1)
 
 
 def _parts(t: Tensor) -> Tensor:
