@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -154,6 +156,19 @@ def test_lora_factors_are_whose_one_says() -> None:
     layout = optimizer.found(up_b).layout  # type: ignore[arg-type]
     assert layout is not None
     assert layout.matrices(up_b.shape) == [(8, 12, 2)]
+
+
+def test_under_peft_what_is_saved_whole_is_what_it_was() -> None:
+    base = build_model("qwen3_next")
+    config = LoraConfig(target_modules=["o_proj"], modules_to_save=["lm_head", "q_proj", "shared_expert.gate_proj"])
+    model = get_peft_model(base, config)
+    optimizer = Muon(model)
+    found = {f.name: f for f in map(optimizer.found, (p for p in model.parameters() if p.requires_grad))}
+    layouts = {re.split(r"\.(?:modules|lora)_", name)[0].split(".")[-1]: f.layout for name, f in found.items()}
+    assert layouts == {
+        "lm_head": None, "o_proj": None, "q_proj": Layout((8, 8), repeats=4), "gate_proj": Layout((16,)),
+    }  # fmt: skip
+    assert {f.what for f in found.values()} == {"head", "LoRA", "dense"}
 
 
 def test_a_layer_of_its_own_class_is_not_taken_for_a_linear() -> None:
