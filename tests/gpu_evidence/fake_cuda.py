@@ -99,6 +99,10 @@ class Watch(TorchDispatchMode):
             self.launched(name)
         return out
 
+    def kernel(self, kernel: Any, args: Any, options: Any) -> None:
+        """A launch of Triton's."""
+        self.launched(f"triton {kernel.__name__}")
+
     def launched(self, name: str) -> None:
         if self.recording:
             return
@@ -115,11 +119,13 @@ def fake_cuda(watch: Watch) -> Iterator[None]:
         self.candidates[0], device
     )
     torch.cuda.device_of = Current  # type: ignore[assignment, misc]
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(  # type: ignore[assignment]
+        major=9, minor=0, multi_processor_count=132
+    )
     if sys.modules.get("triton", "") is not None and importlib.util.find_spec("triton"):
         from triton.runtime.jit import JITFunction
 
-        JITFunction.run = lambda self, *args, **kwargs: watch.launched(f"triton {self.__name__}")
+        JITFunction.run = lambda self, *args, **kwargs: watch.kernel(self, args, kwargs)
     torch.cuda.CUDAGraph = partial(Graph, watch)  # type: ignore[assignment, misc]
     torch.cuda.Stream = torch.cuda.Event = Idle  # type: ignore[assignment, misc]
     torch.cuda.current_stream = torch.accelerator.current_stream = Idle  # type: ignore[assignment]
