@@ -12,7 +12,8 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +25,15 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab import AllToAll, Dispatcher, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig
 from trimtab.dispatch import facts
+from trimtab.dispatch.facts import CallId
 from trimtab.dispatch.options import ReplicationConfig
-from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replica_route import ReplicaPlanner
+from trimtab.dispatch.transport import layer_frame
 from trimtab.experts.plan import plan_for
 from trimtab.kernels import choose
 from trimtab.kernels.choose import KernelChoice
 from trimtab.operators import KERNELS
+from trimtab.parallel.ddp import _ExpertReducer
 
 T, D, F, E, K, P = 4096, 2048, 768, 128, 8, 8
 READS = {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "bincount"}
@@ -44,9 +48,11 @@ VIEWS = {
 
 def place() -> str:
     """The line of trimtab that is at work."""
-    for frame in inspect.stack()[2:]:
-        if "/trimtab/src/" in frame.filename or "/src/trimtab/" in frame.filename:
-            return f"{frame.filename.split('/trimtab/')[-1]}:{frame.lineno}"
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        if "/src/trimtab/" in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename.split('/trimtab/')[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
     return "?"
 
 
@@ -58,6 +64,7 @@ class Watch(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self.waits: list[str] = []
         self.lines: Counter[str] = Counter()
+        self.recording = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,7 +95,13 @@ class Watch(TorchDispatchMode):
             self.launched(name)
         return out
 
+    def kernel(self, kernel: Any, args: Any, options: Any) -> None:
+        """A launch of Triton's."""
+        self.launched(f"triton {kernel.__name__}")
+
     def launched(self, name: str) -> None:
+        if self.recording:
+            return
         self.launches[name] += 1
         self.lines[f"{name} {place()}"] += 1
 
@@ -102,11 +115,17 @@ def fake_cuda(watch: Watch) -> Iterator[None]:
         self.candidates[0], device
     )
     torch.cuda.device_of = Current  # type: ignore[assignment, misc]
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(  # type: ignore[assignment]
+        major=9, minor=0, multi_processor_count=132
+    )
     if sys.modules.get("triton", "") is not None and importlib.util.find_spec("triton"):
         from triton.runtime.jit import JITFunction
 
-        JITFunction.run = lambda self, *args, **kwargs: watch.launched(f"triton {self.__name__}")
+        JITFunction.run = lambda self, *args, **kwargs: watch.kernel(self, args, kwargs)
+    torch.cuda.CUDAGraph = partial(Graph, watch)  # type: ignore[assignment, misc]
+    torch.cuda.Stream = torch.cuda.Event = Idle  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = torch.accelerator.current_stream = Idle  # type: ignore[assignment]
+    torch.cuda.stream = nullcontext  # type: ignore[assignment, misc]
     made = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -130,12 +149,47 @@ class Current:
     def __exit__(self, *error: object) -> None: ...
 
 
+class Idle:
+    """In place of torch.cuda's streams and events, whose order nothing here depends on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def record_event(self) -> Idle:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+
+class Graph:
+    """In place of torch.cuda.CUDAGraph: what is recorded launches nothing, and a replay is one launch."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def capture_begin(self, **options: Any) -> None:
+        self.watch.recording = True
+
+    def capture_end(self) -> None:
+        self.watch.recording = False
+
+    def replay(self) -> None:
+        self.watch.launched("graph")
+
+
 def values(t: Tensor, watch: Watch) -> Any:
     """What the host reads: of the device the handshake alone, where each rank sends its share to each."""
-    if t.device.type == "cpu":  # a layer's name
+    if t.dim() == 1:  # a layer's name
         return [0] * t.numel()
     watch.waits.append(f"tolist {place()}")
-    row = [0] * facts.COLUMNS
+    row = [0] * facts.COLUMNS + [T * K // E] * (t.shape[2] - facts.COLUMNS)
     row[facts.ROWS], row[facts.SLOTS], row[facts.TOKENS], row[facts.GRAD] = 2 * T // P, T * K // P, T, 1
     return [[row] * t.shape[1]] * t.shape[0]
 
@@ -182,20 +236,54 @@ def layer() -> Steps:
     return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
 
 
-def all_to_all(**more: Any) -> Steps:
+def megatron() -> Steps:
+    """The exchange of Megatron's own experts, which split rows on the host."""
+    import torch.distributed as dist
+
+    from trimtab.dispatch.options import ExchangeOptions
+    from trimtab.integrations.megatron.dispatcher import TokenDispatcher
+
+    config = SimpleNamespace(num_moe_experts=E, moe_ffn_hidden_size=F, moe_router_topk=K)
+    groups = SimpleNamespace(ep=fake_group(), expt_tp=dist.new_group([0]), tp_ep=fake_group())
+    dispatcher = TokenDispatcher(config, groups, takes_rows=False, options=ExchangeOptions())
+    x, (ids, w), found = rows(), slots(), {}
+    facts.compare = lambda *args: None  # nobody else is there
+
+    def forward() -> None:
+        sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, ids, w))
+        rows_RH, sizes_e, probs_R = dispatcher.dispatch_postprocess(*sent)
+        assert (sizes_e.device.type, rows_RH.shape[0]) == ("cpu", T * K)
+        home = dispatcher.token_combine(dispatcher.combine_preprocess((rows_RH * probs_R[:, None]).bfloat16()))
+        found["y"] = dispatcher.combine_postprocess(home)
+
+    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+
+
+def fake_group() -> Any:
+    """Its collectives return what was in their results' memory."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=P)
-    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD, guard=False), **more)  # type: ignore[arg-type]
+    return dist.group.WORLD
+
+
+def all_to_all(guard: bool = False, **more: Any) -> Steps:
+    """In a call that is not the first."""
+    transport = AllToAll(fake_group(), guard=guard)
+    if transport.guard is not None:
+        transport.guard.waits, transport.guard._first = True, False
+    dispatcher = Dispatcher(E, transport, **more)
     module, x, (ids, w), found = experts(E // P), rows(), slots(), {}
+    dispatcher.calls = 1
     facts.compare = lambda *args: None  # nobody else is there
 
     def forward() -> None:
         sent = dispatcher.dispatch(x, ids, w)
         found["y"] = dispatcher.combine(module(sent.x_MD, sent.ids_MK, sent.weights_MK, **sent.known), sent)
 
+    forward()
     return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
 
 
@@ -206,14 +294,21 @@ def plan() -> Steps:
 
 
 def replicas() -> Steps:
-    """The plan of replicated experts, and where each slot goes."""
-    counts, ids = torch.empty(1, P, E, dtype=torch.int64, device="cuda"), slots()[0]
+    """The plan of replicated experts and where each slot goes, in a call that is not the first."""
+    ids, call = slots()[0], CallId(layer="", number=1, experts=E, top_k=K, width=D, fingerprint="")
+    transport = AllToAll(fake_group(), guard=False)
+    planner = ReplicaPlanner(ReplicationConfig(copy_cost=512), E, transport, None, layer_frame(""))
+    planner.place(ids, call)
+    return {"forward": lambda: planner.place(ids, call)}
 
-    def forward() -> None:
-        plan = replica_plan(counts, ReplicationConfig(copy_cost=512))
-        physical_ids(ids, slot_shares(plan, counts, 0, 0), plan)
 
-    return {"forward": forward}
+def ddp_flags() -> Steps:
+    """The end of a backward under DDP with find_unused_parameters, of a rank that used all."""
+    module = experts(P)
+    reducer = _ExpertReducer(fake_group(), [], list(module.parameters()), [], [])
+    for param in module.parameters():
+        param.grad = torch.empty_like(param)
+    return {"forward": reducer._reduce}
 
 
 def linear() -> Steps:
@@ -238,8 +333,12 @@ CASES: dict[str, Callable[[], Steps]] = {
     "replicas": replicas,
     "layer": layer,
     "all-to-all": all_to_all,
+    "all-to-all, guarded": lambda: all_to_all(guard=True),
+    "all-to-all, replicas": lambda: all_to_all(replication=ReplicationConfig(copy_cost=512)),
     "all-to-all, ordered": lambda: all_to_all(combine="ordered"),
     "linear": linear,
+    "ddp, flags": ddp_flags,
+    "megatron": megatron,
 }
 
 

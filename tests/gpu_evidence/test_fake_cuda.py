@@ -39,14 +39,17 @@ WITH_TRITON = {
     "experts, triton": Budget(8, 10),
     "experts, bias": Budget(23, 37),
     "experts, geglu": Budget(9, 12),
-    "router": Budget(11),
-    "router, groups": Budget(23),
+    "router": Budget(14),
+    "router, groups": Budget(26),
     "plan": Budget(3),
-    "replicas": Budget(206),
-    "layer": Budget(32, 20),
+    "replicas": Budget(28),
+    "layer": Budget(35, 20),
     "all-to-all": Budget(86, 23, waits=1),
+    "all-to-all, guarded": Budget(87, 23, waits=1),
+    "all-to-all, replicas": Budget(131, 41, waits=1),
     "all-to-all, ordered": Budget(111, 31, waits=1),
     "linear": Budget(19, 17),
+    "ddp, flags": Budget(6),
 }
 ALONE = {"experts": Budget(28, 31), "plan": Budget(14), "layer": Budget(54, 39)}
 """Without Triton."""
