@@ -30,11 +30,13 @@ from trimtab.dispatch.facts import (
     MOVEMENTS,
     NO_FACTS,
     PLAN,
+    SIZES,
     UNFIT,
     UNUSABLE,
     CallId,
     Facts,
     LineTokens,
+    _call_in_words,
     compare,
 )
 from trimtab.dispatch.options import ReplicationConfig
@@ -295,6 +297,13 @@ def test_a_tag_names_its_layer_by_the_end_of_the_name() -> None:
         assert MOVEMENTS[call_id.columns(phase, direction)[0]] == (phase, direction)
         assert call_id.columns(phase, direction)[1:] == call_id.columns("count", "forward")[1:]
     assert message[:, MOVEMENT:].tolist() == [call_id.columns("count", "forward")] * 2, "the same for every peer"
+
+
+def test_sizes_behind_a_tag_are_no_part_of_its_name() -> None:
+    call_id = CallId(layer="a", number=3, experts=4, top_k=2, width=8, fingerprint="", sized=2)
+    row = count_message(torch.tensor([1, 2]), call_id, {SIZES: torch.tensor([[3, 70], [80, 90]])})[1].tolist()
+    assert row[COLUMNS:] == [80, 90]
+    assert _call_in_words(row, row) == "count forward of layer a, call 3 (4 experts, top-2, width 8)"
 
 
 def met(*given: dict[str, Any]) -> Handshake:
