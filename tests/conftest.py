@@ -9,6 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from helpers.device_asserts import device_asserts
 from helpers.threads import torch_threads
 from trimtab.errors import BackendError
 from trimtab.kernels.compiled import compiled_kernels
@@ -31,6 +32,13 @@ def kept_kernels() -> Iterator[None]:
         kept.append(compiled_kernels())
     yield
     kept.clear()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def as_on_a_gpu() -> Iterator[None]:
+    """What a GPU asserts of grouped products is asserted here, too."""
+    with device_asserts():
+        yield
 
 
 @pytest.fixture(autouse=True)

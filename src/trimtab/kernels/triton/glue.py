@@ -62,11 +62,8 @@ def _activate(  # type: ignore[no-untyped-def]
     w,  # [M * K] float32
     slot_R,  # [R] int64
     h,  # [R, F]
-    hidden,
-    ACT: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    hidden, ACT: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_R + row)
     if slot >= 0:
@@ -89,13 +86,8 @@ def _activate_backward(  # type: ignore[no-untyped-def]
     d_pre,  # [R, I]
     hw,  # [R, F], only with WEIGHTED
     dw,  # [M * K] float32
-    hidden,
-    ACT: tl.constexpr,
-    GATE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    MORE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    hidden, ACT: tl.constexpr, GATE: tl.constexpr, WEIGHTED: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row: its columns are added up in one order."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_R + row)

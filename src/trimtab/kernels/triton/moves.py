@@ -50,13 +50,8 @@ def _scan(  # type: ignore[no-untyped-def]
     counts,  # [C, EXPERTS] int32: becomes what lies before each chunk
     counts_e,  # [e] int64
     offsets_e,  # [e + 1] int64
-    chunks,
-    experts,
-    alignment,
-    total,
-    EXPERTS: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    chunks, experts, alignment, total, EXPERTS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, EXPERTS)
     before = tl.zeros((EXPERTS,), dtype=tl.int32)
     for first in range(0, chunks, STEP):
@@ -80,13 +75,8 @@ def _place(  # type: ignore[no-untyped-def]
     row_R,  # [R] int64, -1 before
     bag_index,  # int64, a place for each kept slot, in slot order
     bag_offsets,  # [M + 1] int64
-    slots,
-    experts,
-    top_k,
-    total,
-    EXPERTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    slots, experts, top_k, total, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     chunk = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     slot = chunk * CHUNK + lane
@@ -202,15 +192,7 @@ def combine(rows_nD: Tensor, csr: Csr) -> Tensor:
     grid = (max(bag_count, 1), triton.cdiv(width, block))
     with on_device_of(rows_nD):
         combine_kernel[grid](
-            rows_nD,
-            csr.indices,
-            csr.indptr,
-            out,
-            bag_count,
-            width,
-            rows_nD.stride(0),
-            BLOCK=block,
-            num_warps=4,
+            rows_nD, csr.indices, csr.indptr, out, bag_count, width, rows_nD.stride(0), BLOCK=block, num_warps=4,
             **FUSED,
-        )
+        )  # fmt: skip
     return out

@@ -41,22 +41,11 @@ def _rows(  # type: ignore[no-untyped-def]
     scale,  # [R] float32, only with SCALE
     offsets,  # [e + 1] int64
     y,  # [R, B]
-    experts,
-    rows,
-    contracted,
-    width,
-    w_e,
-    w_a,
-    w_b,
-    SCALE: tl.constexpr,
+    experts, rows, contracted, width, w_e, w_a, w_b, SCALE: tl.constexpr,
     TAIL: tl.constexpr,  # write zeros behind the last segment
     EVEN: tl.constexpr,  # the contracted width divides into steps and the output width into tiles
-    WIDE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
+    WIDE: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     columns = tl.cdiv(width, BN)
     total = segment_tiles(offsets, experts, rows, TAIL, EXPERTS, BM) * columns
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -139,21 +128,9 @@ def _weight_grad(  # type: ignore[no-untyped-def]
     b_index,  # [R] int64, only with GATHER_B
     offsets,  # [e + 1] int64
     out,  # [e, A, B], any strides and dtype
-    experts,
-    a_width,
-    b_width,
-    out_e,
-    out_a,
-    out_b,
-    GATHER_A: tl.constexpr,
-    GATHER_B: tl.constexpr,
-    ADD: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
+    experts, a_width, b_width, out_e, out_a, out_b, GATHER_A: tl.constexpr, GATHER_B: tl.constexpr,
+    ADD: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     across = tl.cdiv(a_width, BM)
     down = tl.cdiv(b_width, BN)
     for tile in range(tl.program_id(0), experts * across * down, tl.num_programs(0)):

@@ -37,21 +37,9 @@ def _gate_up(  # type: ignore[no-untyped-def]
     offsets,  # [e + 1] int64
     pre,  # [R, 2F], only with KEEP
     h,  # [R, F]
-    experts,
-    rows,
-    dim,
-    hidden,
-    up_e,
-    up_i,
-    up_d,
-    KEEP: tl.constexpr,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
+    experts, rows, dim, hidden, up_e, up_i, up_d, KEEP: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     columns = tl.cdiv(hidden, BN)
     total = segment_tiles(offsets, experts, rows, False, EXPERTS, BM) * columns
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
@@ -156,20 +144,9 @@ def _hidden_grad(  # type: ignore[no-untyped-def]
     d_pre,  # [R, 2F]
     hw,  # [R, F]
     dots,  # [R, C] float32
-    experts,
-    rows,
-    dim,
-    hidden,
-    down_e,
-    down_d,
-    down_f,
-    EVEN: tl.constexpr,
-    WIDE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
+    experts, rows, dim, hidden, down_e, down_d, down_f, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     columns = tl.cdiv(hidden, BN)
     total = segment_tiles(offsets, experts, rows, False, EXPERTS, BM) * columns
     for tile in range(tl.program_id(0), total, tl.num_programs(0)):
