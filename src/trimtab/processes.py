@@ -82,12 +82,10 @@ class Interrupted(BaseException):
 def heard_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[int, Any]]:
     """SIGINT, SIGTERM and SIGHUP come to `handler` inside the block; those that nohup or a shell set aside stay so, and
     all do in a thread where no handler can be set. Yields the handlers of before."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     settable = threading.current_thread() is threading.main_thread()
-    found = {number: signal.getsignal(number) for number in numbers if settable}
-    before: dict[int, Any] = {number: own for number, own in found.items() if own not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, handler)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if settable else ()
+    heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in heard}
     try:
         yield before
     finally:
