@@ -84,13 +84,13 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
 def _pieces(placement: Placement) -> int:
     """0 for what is not known."""
     if isinstance(placement, _StridedShard):
-        return placement.split_factor
+        return int(placement.split_factor)
     return 1 if isinstance(placement, Shard) else 0
 
 
 def largest_part(param: Tensor, cuts: Sequence[Cut]) -> int:
     """Elements of the largest of a parameter's parts along `cuts`: the same on all of their ranks."""
-    shape = [*map(int, local_part(param).shape)]
+    shape = list(local_part(param).shape)
     for cut in reversed(cuts):
         shape[cut.dim] = cut.sizes[0]
     return math.prod(shape)
