@@ -306,10 +306,10 @@ def test_gate_and_up_in_one_of_our_own_modules_are_two() -> None:
 
 
 def test_names_that_say_several_projections_are_not_guessed() -> None:
-    model = nn.ModuleDict({name: nn.Linear(8, 24, bias=False) for name in ("qkv", "in_proj", "w13", "q_proj", "wq")})
-    found = {each.name: each for each in find_matrices(model).values()}
-    said = {name.split(".")[0]: each.what for name, each in found.items()}
-    assert said == {
-        **dict.fromkeys(("qkv", "w13"), "several projections of sizes not known"),
-        **dict.fromkeys(("in_proj", "q_proj", "wq"), "dense"),
-    }  # fmt: skip
+    names = ("qkv", "in_proj", "w13", "qkv_proj", "kv_proj", "q_proj", "wq", "input_linear")
+    model = nn.ModuleDict({name: nn.Linear(8, 24, bias=False) for name in names})
+    said = {f.name.split(".")[0]: f.what for f in find_matrices(model).values()}
+    assert [name for name in names if said[name] == "dense"] == ["q_proj", "wq", "input_linear"]
+    assert {said[name] for name in names[:5]} == {"several projections of sizes not known"}
+    model["o_proj"] = nn.Linear(12, 8, bias=False)  # half of what q_proj gives: it has a gate, who knows where
+    assert {f.name.split(".")[0]: f.what for f in find_matrices(model).values()}["q_proj"] == said["qkv"]
