@@ -76,7 +76,7 @@ def test_two_and_two_steps_are_four(config: TrainConfig, whole: Path) -> None:
 
 
 def test_muon_goes_on_with_its_momentum(config: TrainConfig, tmp_path: Path) -> None:
-    made = replace(config, optim="muon", out=str(tmp_path / "whole"), eval_split=0.0, eval_every=None)
+    made = replace(config, optim="muon", out=str(tmp_path / "whole"))
     run_forked(made, 2)
     run_forked(replace(made, out=str(tmp_path / "parts"), save_every=None, stop_after=2), 2)
     run_forked(resumed({"resume": str(tmp_path / "parts"), "save_every": 2}), 2)
