@@ -36,6 +36,7 @@ FORWARD = 15
 PRIVATE = 15
 """Lines that touch a private name of torch. Each name has a reason:"""
 REASONS = {
+    "DataDependentOutputException": "what an operator raises that would read a value where there is none",
     "FakeStore": "a group of ranks that are not there has no public way in",
     "FakeTensorMode": "tensors without values lie in a private module",
     "ShardingPropagator": "DTensor tries operators out on tensors that a ledger must not count",

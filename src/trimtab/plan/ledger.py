@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -201,13 +202,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lent = func is torch.ops.aten.resize_.default  # memory of a `HostBufferPool`, on its way out
         for tensor in given:
             self._meet(tensor, name, counts=lent)
-        if func in KERNELS:
-            self._inside += 1
-            with self:  # what it makes inside
-                result = KERNELS[func](*self._run_by(schema, args), **kwargs)
-            self._inside -= 1
-        else:
-            result = func(*args, **kwargs)
+        result = self._run(func, schema, args, kwargs)
         if func.overloadpacket in flop_registry and not self._inside:
             self.flops += int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
         made = [*_tensors(result)]
@@ -227,12 +222,22 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._die(self._born(held, held, name, travels))
         return result
 
-    def _run_by(self, schema: Any, args: tuple[Any, ...]) -> list[Any]:
-        """The arguments of an operator of ours, by these kernels."""
-        if self._kernels is None:
-            return list(args)
-        name = name_of(self._kernels)
-        return [name if of.name == "kernels" else a for of, a in zip(schema.arguments, args, strict=False)]
+    def _run(self, func: Any, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of our operators, also what they make inside; without values, where they read none."""
+        if func not in KERNELS:
+            return func(*args, **kwargs)
+        given = list(args)
+        if self._kernels is not None:
+            name = name_of(self._kernels)
+            given = [name if of.name == "kernels" else a for of, a in zip(schema.arguments, args, strict=False)]
+        self._inside += 1
+        try:
+            with self:
+                return KERNELS[func](*given, **kwargs)
+        except DataDependentOutputException:
+            return func(*args, **kwargs)
+        finally:
+            self._inside -= 1
 
     def _meet(self, tensor: Tensor, name: str, counts: bool = True) -> Storage | None:
         """Enter a tensor's storage if it is new. counts: as born now, else as there before."""
