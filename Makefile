@@ -75,19 +75,11 @@ peers: $(VENV)/ready  ## judge other libraries' MoE layers, each in .peers at it
 GPU_PYTHON ?= $(BIN)/python
 GPU_READY  := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/ready)
 
-# Two processes: a device that has failed once answers nothing more in that process. At SIGINT pytest says what failed
-# before; where the device hangs nothing hears it, so a stack is printed earlier. No C++ is compiled for the truth.
-gpu-check: $(GPU_READY)  ## what needs a GPU: no host sync, CUDA graphs, low precision on its own hardware
-	@$(GPU_PYTHON) -c 'import sys, torch; \
-		torch.cuda.is_available() or sys.exit("make gpu-check needs a CUDA device; nothing was checked")'
-	@failed=0; for part in experts triton; do \
-		PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} TRIMTAB_COMPILED=0 timeout -s INT -k 10 230 \
-			$(GPU_PYTHON) -m pytest -q --tb=short --maxfail=15 --durations=5 -o faulthandler_timeout=120 \
-			tests/gpu/test_gpu_$$part.py || failed=1; \
-	done; exit $$failed
+gpu-check: $(GPU_READY)  ## on a GPU, 3 minutes: values, host waits, CUDA graphs, low precision on its own hardware
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks gpu --only machine kernels moe
 
-gpu-bench: $(GPU_READY)  ## a layer on a GPU, beside transformers and dense products; writes benchmarks/results/gpu.md
-	PYTHONPATH=src:.$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks gpu
+gpu-bench: $(GPU_READY)  ## on a GPU, 8 minutes: that, a profile, layers beside transformers, tiles; writes runs/gpu/gpu.md
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks gpu
 
 bench: $(VENV)/ready  ## race trimtab against peers and the limit, about 2 h; writes benchmarks/results; goes on where it was stopped
 	$(BIN)/python -m benchmarks step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -10,9 +11,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import (
     adapters,
-    gpu,
     imbalance,
     loading,
     megatron,
@@ -25,6 +27,8 @@ from benchmarks import (
 )
 from benchmarks.campaign import Campaign
 from benchmarks.exchange import DIRECT, exchange_task
+from benchmarks.gpu.run import code_of, run_stages
+from benchmarks.gpu.stages import STAGES
 from benchmarks.imbalance import UNEVEN, imbalance_table, imbalance_task
 from benchmarks.layer import BACKENDS, layer_task
 from benchmarks.layer_case import AUTOCAST, DTYPES, parse_shape
@@ -62,7 +66,7 @@ Run it from the root of the repository.
   python -m benchmarks layer --against ../old/src       the same layer of another checkout, in turns
   python -m benchmarks exchange --ranks 2 4 --tokens 8192 --peers all_to_all
   python -m benchmarks all                       layers and exchanges; goes on where it was stopped
-  python -m benchmarks gpu                       a layer on a CUDA device; writes results/gpu.md
+  python -m benchmarks gpu --minutes 8           the first minutes on a GPU: is it right, how fast; writes runs/gpu
 
 A contestant that cannot run is a line with its reason.
 """
@@ -127,11 +131,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="auto, or a tolerance: 0, 0.1",
     )
     uneven("--copy-cost", type=_positive, default=COPY_COST, metavar="SLOTS")
-    device = _part(parts, "gpu", "a layer on a CUDA device", _gpu, RESULTS / "gpu.md", malloc="default")
-    device("--shape", nargs="+", default=[",".join(map(str, shape)) for shape in gpu.SHAPES], metavar="D,F,E,K")
-    device("--tokens", type=_positive, default=16384, metavar="N")
-    device("--backends", nargs="+", default=["grouped_mm", "triton"], metavar="NAME")
-    device("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to see that it runs")
+    device = parts.add_parser(
+        "gpu", help="stages on a CUDA device: correctness, profile, speed; writes runs/gpu/gpu.md"
+    )
+    device.add_argument("--minutes", type=float, default=8.0, metavar="M", help="for all stages (default 8)")
+    device.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default runs/gpu")
+    device.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: to see that it runs")
+    device.add_argument(
+        "--only", nargs="+", choices=[s.name for s in STAGES], metavar="STAGE", help="these stages alone"
+    )
     for name, module in (("replica_plan", replica_plan), ("replica_model", replica_model)):
         part = parts.add_parser(name, help=f"writes results/{name}.md")
         part.add_argument("--out", type=Path, default=RESULTS / f"{name}.md", metavar="FILE.md")
@@ -250,13 +258,16 @@ def _imbalance(o: argparse.Namespace) -> list[Task]:
     ]  # fmt: skip
 
 
-def _gpu(o: argparse.Namespace) -> list[Task]:
-    import torch
-
-    if o.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("the gpu case needs a CUDA device; nothing was measured")
-    shapes = [parse_shape(shape) for shape in o.shape]
-    return [gpu.gpu_task(shape, tokens=o.tokens, backends=o.backends, device=o.device) for shape in shapes]
+def run_gpu(options: argparse.Namespace) -> int:
+    """The stages on a GPU; returns 1 where a test failed or numbers were wrong, 3 where a stage measured nothing."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("the stages of gpu need a CUDA device; nothing was measured")
+    if not 0 < options.minutes < math.inf:
+        raise ConfigError("--minutes must be more than 0, and a number")
+    chosen = [stage for stage in STAGES if options.only is None or stage.name in options.only]
+    outcomes = run_stages(chosen, options.out.resolve(), options.device, 60 * options.minutes, say=_line)
+    print(f"page: {options.out / 'gpu.md'}")
+    return code_of(outcomes)
 
 
 ABOUT = {
@@ -269,7 +280,6 @@ ABOUT = {
         ("adapters", adapters),
         ("replay", replay),
         ("imbalance", imbalance),
-        ("gpu", gpu),
         ("replica_plan", replica_plan),
         ("replica_model", replica_model),
     )
@@ -345,6 +355,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _line(text: str) -> None:
+    print(text, flush=True)
+
+
 def _print(record: Record) -> None:
     form: Callable[[Sequence[str], Any], str] = as_text
     print(f"\n{record.part}: {case_words(record)}\n\n{form(*_table([record])(record))}", flush=True)
@@ -361,11 +375,14 @@ def _code(records: Sequence[Record]) -> int:
     return int(any(entry.failed is not None for entry in entries if entry.role == "ours"))
 
 
+RUNS = {"all": run_all, "gpu": run_gpu}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one part and return its exit code: 2 for options that make no sense."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = build_parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
-    return exit_code(lambda: run_all(options) if options.part == "all" else run(options))
+    return exit_code(lambda: RUNS.get(options.part, run)(options))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     subjects: dict[str, Subject] = {}
     facts: dict[str, str] = {}
     for workload in args["workloads"]:
-        subjects[workload] = layer_subject(layer, replace(case, workload=workload), where.rank, weights, graph=False)
+        subjects[workload] = layer_subject(layer, replace(case, workload=workload), where.rank, weights)
         if dispatcher is not None and dispatcher.replication is not None:
             subjects[workload].modes[BOTH]()
             facts[workload] = _slots(dispatcher)

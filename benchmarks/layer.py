@@ -79,7 +79,7 @@ def layer_task(
         )
 
     for case in cases:
-        ours = {"implementation": "trimtab", "graph": False}
+        ours = {"implementation": "trimtab"}
         for transport in transports if ranks > 1 else ("",):
             for backend in backends:
                 name = " ".join(filter(None, ("trimtab", backend, transport)))
@@ -88,7 +88,7 @@ def layer_task(
                 name = " ".join(filter(None, ("before", transport)))
                 add(name, "peer", "layer_builds:build", case, source=against, transport=transport, **ours)
         for peer in peers:
-            add(peer, "peer", "layer_builds:build", case, implementation=peer, graph=False)
+            add(peer, "peer", "layer_builds:build", case, implementation=peer)
         if case is cases[0] or ranks > 1:  # on one rank every workload has the same rows
             # Of bfloat16 and float32 the faster counts; where bfloat16 is emulated it is float32.
             precisions = ("fp32", case.products) if native_bf16() else ("fp32",)

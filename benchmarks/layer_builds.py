@@ -3,7 +3,7 @@
     trimtab                         trimtab as transformers' experts and, with ranks, as its exchange
     grouped_mm, eager, batched_mm   transformers' experts implementations, on one rank
     all_to_all                      transformers' expert parallelism, its experts "grouped_mm"
-    ExpertMLP                       trimtab's own module on one backend, for GPUs
+    ExpertMLP                       trimtab's own module on one backend
 
 Legend: T tokens, K experts per token, D model dim, F expert hidden dim, E experts, e experts of this rank.
 """
@@ -51,28 +51,38 @@ def qwen_block(dim: int, hidden: int, experts: int, top_k: int, implementation: 
 
 
 def build(args: dict[str, Any], where: Where) -> Subject:
-    """args: the case, `implementation`, `transport` for trimtab over ranks, and `graph` for a CUDA graph."""
+    """args: the case, `implementation`, and `transport` for trimtab over ranks."""
     case, name = LayerCase.of(args), args["implementation"]
     if name == "trimtab":
         name = registered(args.get("transport") or "alltoall")
     layer, weights = qwen_layer(case, name, where)
-    return layer_subject(layer, case, where.rank, weights, graph=args["graph"])
+    return layer_subject(layer, case, where.rank, weights)
 
 
 def qwen_layer(case: LayerCase, name: str, where: Where) -> tuple[Layer, list[torch.Tensor]]:
     """Qwen3-MoE's experts with the case's weights, under an implementation of transformers' by its name; and the
     weights. Collective with ranks."""
+    experts, weights = qwen_experts(
+        case, "grouped_mm" if name == "all_to_all" else name, expert_weights(case, where.rank)
+    )
+    layer: Layer = spread(experts, name, where) if where.ranks > 1 else experts
+    return layer, weights
+
+
+def qwen_experts(
+    case: LayerCase, implementation: str, weights: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[Any, list[torch.Tensor]]:
+    """Qwen3-MoE's experts on these very weights, see `expert_weights`; and their parameters."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    gate_up, down = expert_weights(case, where.rank)
+    gate_up, down = weights
     config = Qwen3MoeConfig(hidden_size=case.dim, moe_intermediate_size=case.hidden, num_experts=gate_up.shape[0])
-    config._experts_implementation = "grouped_mm" if name == "all_to_all" else name
+    config._experts_implementation = implementation
     with torch.device("meta"):
         experts: Any = Qwen3MoeExperts(config)
-    experts.gate_up_proj, experts.down_proj = (torch.nn.Parameter(weight) for weight in (gate_up, down))
-    layer: Layer = spread(experts, name, where) if where.ranks > 1 else experts
-    return layer, [experts.gate_up_proj, experts.down_proj]
+    experts.gate_up_proj, experts.down_proj = torch.nn.Parameter(gate_up), torch.nn.Parameter(down)
+    return experts, [experts.gate_up_proj, experts.down_proj]
 
 
 def spread(experts: Any, name: str, where: Where) -> Layer:
@@ -85,15 +95,15 @@ def spread(experts: Any, name: str, where: Where) -> Layer:
     return made
 
 
-def build_alone(args: dict[str, Any], where: Where) -> Subject:
-    """args: the case, `backend`, and `graph` for a CUDA graph. trimtab without transformers."""
+def alone(
+    case: LayerCase, backend: Any, weights: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[Layer, list[torch.Tensor]]:
+    """`ExpertMLP` on one backend and on these very weights; and its parameters. trimtab without transformers."""
     from trimtab.experts.module import ExpertMLP
 
-    case = LayerCase.of(args)
-    gate_up, down = expert_weights(case)
     experts = ExpertMLP(
-        case.num_experts, case.dim, case.hidden, dtype=case.torch_dtype, device="meta", kernels=args["backend"]
-    )
-    experts.gate_up = torch.nn.Parameter(gate_up.unflatten(1, (2, case.hidden)))
-    experts.down = torch.nn.Parameter(down)
-    return layer_subject(experts, case, 0, [experts.gate_up, experts.down], graph=args["graph"])
+        case.num_experts, case.dim, case.hidden, dtype=case.torch_dtype, device="meta", kernels=backend
+    )  # fmt: skip
+    experts.gate_up = torch.nn.Parameter(weights[0].unflatten(1, (2, case.hidden)))
+    experts.down = torch.nn.Parameter(weights[1])
+    return experts, [experts.gate_up, experts.down]

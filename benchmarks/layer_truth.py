@@ -32,20 +32,28 @@ def probe(like: Tensor) -> Tensor:
 
 def digest(y: Tensor, dx: Tensor, dw: Tensor, d_gate_up: Tensor, d_down: Tensor) -> dict[str, Tensor]:
     """What a rank reports of its layer's outputs and gradients."""
-    short = [value.float() @ probe(value) for value in (y, dx, d_gate_up, d_down)]
+    short = [_short(value) for value in (y, dx, d_gate_up, d_down)]
     values = (short[0], short[1], dw.float(), short[2], short[3])
     return {name: value.cpu() for name, value in zip(NAMES, values, strict=True)}
 
 
-def truth(case: LayerCase, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
-    """Each rank's digest, computed in `dtype` from the case's values."""
+def _short(value: Tensor) -> Tensor:
+    """[..., V]. A few experts or thousands of tokens at a time: all of them in float32 are much memory."""
+    with_V = probe(value)
+    return torch.cat([part.float() @ with_V for part in value.split(8 if value.ndim > 2 else 8192)])
+
+
+def truth(
+    case: LayerCase, dtype: torch.dtype = torch.float32, weights: tuple[Tensor, Tensor] | None = None
+) -> list[dict[str, Tensor]]:
+    """Each rank's digest, computed in `dtype` from the case's values. weights: of `expert_weights`, if at hand."""
     ranks = [LayerData.of(case, rank) for rank in range(case.ranks)]
     x, w, dy = (
         torch.cat([t.detach().to(dtype) for t in each])
         for each in ([d.x_TD for d in ranks], [d.w_TK for d in ranks], [d.dy_TD for d in ranks])
     )
     ids = torch.cat([d.ids_TK for d in ranks])
-    gate_up_EID, down_EDF = expert_weights(case)
+    gate_up_EID, down_EDF = expert_weights(case) if weights is None else weights
     probe_D, probe_F = probe(x).to(dtype), probe(down_EDF).to(dtype)
     y, dx, dw = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(w)
     d_gate_up = x.new_zeros(case.num_experts, 2 * case.hidden, V)

@@ -45,7 +45,6 @@ TITLES = {
     "adapters": "Adapters on frozen experts",
     "replay": "Decisions recorded and told",
     "megatron": "A layer of Megatron-Core",
-    "gpu": "A layer on a GPU",
     "imbalance": "Replicated experts and uneven tokens",
     "replica_plan": "Planning the replicas of replicated experts",
     "replica_model": "What copying experts saves, by a cost model",

@@ -22,7 +22,7 @@ from trimtab.errors import InputError
 class Task:
     """One case.
 
-    part: layer, exchange, step, overhead or gpu. case: plain values that tell it from others.
+    part: layer, exchange, step or overhead. case: plain values that tell it from others.
     fewest_bytes: group -> mode -> bytes, see `benchmarks.result.Race`.
     weighed: contestants whose memory is measured. make_judge: builds the judge when it is needed.
     """

@@ -16,7 +16,7 @@ model = AutoModelForCausalLM.from_pretrained(
     experts_implementation="trimtab",
     distributed_config=ranks,
 )
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 ids = torch.randint(0, model.config.vocab_size, (2, 64))  # every rank draws its own batch
 for step in range(10):
     loss = model(input_ids=ids, labels=ids).loss

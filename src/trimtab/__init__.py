@@ -12,6 +12,7 @@ from trimtab.lazy_names import lazy_names
 if TYPE_CHECKING:
     from trimtab import checkpoint as checkpoint
     from trimtab import integrations as integrations
+    from trimtab import optim as optim
     from trimtab.dispatch.all_gather import AllGather as AllGather
     from trimtab.dispatch.all_to_all import AllToAll as AllToAll
     from trimtab.dispatch.dispatcher import Dispatcher as Dispatcher

@@ -19,8 +19,9 @@ from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.dispatch.facts import NO_FACTS, Facts
 from trimtab.dispatch.options import CombineMode, check_combine
 from trimtab.errors import ConfigError, InputError
+from trimtab.experts.activations import check_activation
 from trimtab.experts.grouped_module import check_options
-from trimtab.experts.module import ExpertMLP, check_activation
+from trimtab.experts.module import ExpertMLP
 from trimtab.experts.shared import Projection, SharedExperts
 from trimtab.experts.weight_grad import MainGradMode
 from trimtab.kernels.choose import KernelChoice
@@ -203,7 +204,8 @@ class MoE(nn.Module):
         y_TD = combined if self.from_latent is None else self.from_latent(combined)
         if self.shared is not None:
             y_TD = y_TD + self.shared(own.x_TD)
-        return MoEOutput(y=self._join(y_TD, own, x), losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
+        y = self._whole(detached_reshape(y_TD, own.shape, own.mask_T), x).to(x.dtype)
+        return MoEOutput(y=y, losses=losses, loads_E=route.loads_E, ids_TK=route.ids_TK)
 
     def _take(
         self, x: Tensor, mask: Tensor | None, ids: Tensor | None, sequence_ids: Tensor | None, most: int | None
@@ -221,10 +223,6 @@ class MoE(nn.Module):
             mask_T = self._share(mask[..., None]).flatten()
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
         return _Own(x_TD, mask_T, ids_TK, mine.shape, mine.shape[0] if mine.dim() > 2 else 1, packed)
-
-    def _join(self, y_TD: Tensor, own: _Own, x: Tensor) -> Tensor:
-        """The output of all tokens, like x; zeros where the mask is False."""
-        return self._whole(detached_reshape(y_TD, own.shape, own.mask_T), x).to(x.dtype)
 
     def _share(self, t: Tensor) -> Tensor:
         """The tokens of the input that this rank routes, [*lead, any] -> [*lead', any]: of x [*lead, D], mask

@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 from trimtab.errors import ConfigError
 
@@ -78,32 +79,41 @@ class Interrupted(BaseException):
 
 
 @contextlib.contextmanager
+def heard_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[int, Any]]:
+    """SIGINT, SIGTERM and SIGHUP come to `handler` inside the block; those that nohup or a shell set aside stay so, and
+    all do in a thread where no handler can be set. Yields the handlers of before."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    settable = threading.current_thread() is threading.main_thread()
+    found = {number: signal.getsignal(number) for number in numbers if settable}
+    before: dict[int, Any] = {number: own for number, own in found.items() if own not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield before
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
+@contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Interrupted inside the block; those that nohup or a shell set aside stay so.
+    """SIGINT, SIGTERM and SIGHUP raise Interrupted inside the block, see `heard_by`.
 
     What fails because of that, as a file that is cut off while it is written, does not take its place.
     """
     came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
-        yield
-        return
 
     def stop(number: int, _frame: FrameType | None) -> None:
         came.append(number)
         raise Interrupted(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, stop) for number in heard}
     try:
-        yield
+        with heard_by(stop):
+            yield
     except Exception as error:
         if came:
             raise Interrupted(came[0]) from error
         raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 _REMEDY = "start all ranks with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from benchmarks.layer import fewest_bytes
-from benchmarks.layer_builds import build, build_alone
+from benchmarks.layer_builds import alone, build
 from benchmarks.layer_case import AUTOCAST, LayerCase, LayerData, expert_weights, parse_shape
+from benchmarks.layer_step import layer_subject
 from benchmarks.layer_truth import BOUNDS, compare, probe, truth
 from benchmarks.step import first_is_right, step_task
 from benchmarks.subject import Where
@@ -114,9 +115,11 @@ def test_the_judges_truth_is_the_oracles() -> None:
 @pytest.mark.parametrize("who", ["eager", "grouped_mm", "trimtab", "alone"])
 def test_the_truth_is_what_contestants_compute(who: str) -> None:
     def outcome(case: LayerCase) -> list[dict[str, torch.Tensor]]:
-        made = build_alone if who == "alone" else build
-        args = case.as_args(implementation=who, backend="auto", graph=False)
-        found = made(args, Where(rank=0, ranks=1)).outcome
+        if who == "alone":
+            layer, params = alone(case, "auto", expert_weights(case))
+            found = layer_subject(layer, case, 0, params).outcome
+        else:
+            found = build(case.as_args(implementation=who), Where(rank=0, ranks=1)).outcome
         assert found is not None
         return [found()]
 

@@ -14,7 +14,6 @@ from benchmarks import contestant
 from benchmarks.__main__ import main
 from helpers.forked_race import PROCESSES
 
-BACKEND = "torch"
 QUICK = ["--turns", "1", "--seconds", "0.01", "--malloc", "default"]
 TINY = ["--shape", "32,16,4,2", "--tokens", "16", *QUICK]
 MODES = {"forward", "forward+backward"}
@@ -49,8 +48,6 @@ PARTS: list[tuple[str, list[str], tuple[str, ...], set[str], str]] = [
      ("bf16 weights", "nf4", "int8", "fp8", "mxfp4"), MODES, ""),
     ("overhead", QUICK, ("transformers, grouped_mm", "trimtab in transformers", "trimtab's MoE"),
      {*MODES, "no_grad"}, ""),
-    ("gpu", [*TINY, "--device", "cpu", "--backends", BACKEND],  # to see that it runs; the numbers mean nothing
-     (f"trimtab {BACKEND}", "transformers grouped_mm", "dense bf16"), MODES, "# A layer on a GPU"),
 ]  # fmt: skip
 """A part, its options, whom it times in what, and what its page says."""
 

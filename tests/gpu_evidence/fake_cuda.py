@@ -12,7 +12,8 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +25,15 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab import AllToAll, Dispatcher, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig
 from trimtab.dispatch import facts
+from trimtab.dispatch.facts import CallId
 from trimtab.dispatch.options import ReplicationConfig
-from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
+from trimtab.dispatch.replica_route import ReplicaPlanner
+from trimtab.dispatch.transport import layer_frame
 from trimtab.experts.plan import plan_for
 from trimtab.kernels import choose
 from trimtab.kernels.choose import KernelChoice
 from trimtab.operators import KERNELS
+from trimtab.parallel.ddp import _ExpertReducer
 
 T, D, F, E, K, P = 4096, 2048, 768, 128, 8, 8
 READS = {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "bincount"}
@@ -44,9 +48,11 @@ VIEWS = {
 
 def place() -> str:
     """The line of trimtab that is at work."""
-    for frame in inspect.stack()[2:]:
-        if "/trimtab/src/" in frame.filename or "/src/trimtab/" in frame.filename:
-            return f"{frame.filename.split('/trimtab/')[-1]}:{frame.lineno}"
+    frame: Any = inspect.currentframe()
+    while frame is not None:
+        if "/src/trimtab/" in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename.split('/trimtab/')[-1]}:{frame.f_lineno}"
+        frame = frame.f_back
     return "?"
 
 
@@ -58,6 +64,7 @@ class Watch(TorchDispatchMode):
         self.launches: Counter[str] = Counter()
         self.waits: list[str] = []
         self.lines: Counter[str] = Counter()
+        self.recording = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,6 +96,8 @@ class Watch(TorchDispatchMode):
         return out
 
     def launched(self, name: str) -> None:
+        if self.recording:
+            return
         self.launches[name] += 1
         self.lines[f"{name} {place()}"] += 1
 
@@ -107,6 +116,10 @@ def fake_cuda(watch: Watch) -> Iterator[None]:
         from triton.runtime.jit import JITFunction
 
         JITFunction.run = lambda self, *args, **kwargs: watch.launched(f"triton {self.__name__}")
+    torch.cuda.CUDAGraph = partial(Graph, watch)  # type: ignore[assignment, misc]
+    torch.cuda.Stream = torch.cuda.Event = Idle  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = Idle  # type: ignore[assignment]
+    torch.cuda.stream = nullcontext  # type: ignore[assignment, misc]
     made = torch.tensor
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -128,6 +141,35 @@ class Current:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *error: object) -> None: ...
+
+
+class Idle:
+    """In place of torch.cuda's streams and events, whose order nothing here depends on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+
+class Graph:
+    """In place of torch.cuda.CUDAGraph: what is recorded launches nothing, and a replay is one launch."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def capture_begin(self, **options: Any) -> None:
+        self.watch.recording = True
+
+    def capture_end(self) -> None:
+        self.watch.recording = False
+
+    def replay(self) -> None:
+        self.watch.launched("graph")
 
 
 def values(t: Tensor, watch: Watch) -> Any:
@@ -182,20 +224,28 @@ def layer() -> Steps:
     return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
 
 
-def all_to_all(**more: Any) -> Steps:
+def fake_group() -> Any:
+    """Its collectives return what was in their results' memory."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=P)
-    dispatcher = Dispatcher(E, AllToAll(dist.group.WORLD, guard=False), **more)  # type: ignore[arg-type]
+    return dist.group.WORLD
+
+
+def all_to_all(**more: Any) -> Steps:
+    """In a call that is not the first."""
+    dispatcher = Dispatcher(E, AllToAll(fake_group(), guard=False), **more)
     module, x, (ids, w), found = experts(E // P), rows(), slots(), {}
+    dispatcher.calls = 1
     facts.compare = lambda *args: None  # nobody else is there
 
     def forward() -> None:
         sent = dispatcher.dispatch(x, ids, w)
         found["y"] = dispatcher.combine(module(sent.x_MD, sent.ids_MK, sent.weights_MK, **sent.known), sent)
 
+    forward()
     return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
 
 
@@ -206,14 +256,21 @@ def plan() -> Steps:
 
 
 def replicas() -> Steps:
-    """The plan of replicated experts, and where each slot goes."""
-    counts, ids = torch.empty(1, P, E, dtype=torch.int64, device="cuda"), slots()[0]
+    """The plan of replicated experts and where each slot goes, in a call that is not the first."""
+    ids, call = slots()[0], CallId(layer="", number=1, experts=E, top_k=K, width=D, fingerprint="")
+    transport = AllToAll(fake_group(), guard=False)
+    planner = ReplicaPlanner(ReplicationConfig(copy_cost=512), E, transport, None, layer_frame(""))
+    planner.place(ids, call)
+    return {"forward": lambda: planner.place(ids, call)}
 
-    def forward() -> None:
-        plan = replica_plan(counts, ReplicationConfig(copy_cost=512))
-        physical_ids(ids, slot_shares(plan, counts, 0, 0), plan)
 
-    return {"forward": forward}
+def ddp_flags() -> Steps:
+    """The end of a backward under DDP with find_unused_parameters, of a rank that used all."""
+    module = experts(P)
+    reducer = _ExpertReducer(fake_group(), [], list(module.parameters()), [], [])
+    for param in module.parameters():
+        param.grad = torch.empty_like(param)
+    return {"forward": reducer._reduce}
 
 
 def linear() -> Steps:
@@ -238,8 +295,10 @@ CASES: dict[str, Callable[[], Steps]] = {
     "replicas": replicas,
     "layer": layer,
     "all-to-all": all_to_all,
+    "all-to-all, replicas": lambda: all_to_all(replication=ReplicationConfig(copy_cost=512)),
     "all-to-all, ordered": lambda: all_to_all(combine="ordered"),
     "linear": linear,
+    "ddp, flags": ddp_flags,
 }
 
 

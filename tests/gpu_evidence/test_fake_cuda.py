@@ -42,11 +42,13 @@ WITH_TRITON = {
     "router": Budget(11),
     "router, groups": Budget(23),
     "plan": Budget(3),
-    "replicas": Budget(206),
+    "replicas": Budget(28),
     "layer": Budget(32, 20),
     "all-to-all": Budget(86, 23, waits=1),
+    "all-to-all, replicas": Budget(131, 41, waits=1),
     "all-to-all, ordered": Budget(111, 31, waits=1),
     "linear": Budget(19, 17),
+    "ddp, flags": Budget(6),
 }
 ALONE = {"experts": Budget(28, 31), "plan": Budget(14), "layer": Budget(54, 39)}
 """Without Triton."""

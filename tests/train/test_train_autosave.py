@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import shutil
@@ -14,23 +15,28 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from helpers.commands import finish, ranks_of, run_cli, run_python, start_cli, wait_for
+from helpers.commands import DEADLINE, finish, ranks_of, run_cli, run_python, start_cli, wait_for
 from helpers.train_runs import numbers
 from trimtab.checkpoint import folder as on_disk
+from trimtab.checkpoint.tensors import make_index
 from trimtab.cli.main import main
-from trimtab.errors import InputError
+from trimtab.errors import InputError, TrimtabError
 from trimtab.integrations.transformers.summary import SHARDED
 from trimtab.processes import Interrupted, signals_raise
-from trimtab.train import autosave
+from trimtab.train import autosave, launch
 from trimtab.train.autosave import Autosave, first_signal_noted
+from trimtab.train.config import TrainConfig
 from trimtab.train.loop import MoETrainer
 from trimtab.train.resume import Checkpoints
 
 Run = Callable[..., tuple[int, Path]]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -227,25 +233,27 @@ def test_one_that_cannot_be_written_is_said_and_one_that_is_asked_for_an_error(
     assert "trimtab: quota exceeded" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("whom", ["launcher", "all", "torchrun", "a rank"])
+@pytest.mark.parametrize("whom", ["launcher", "all", "scheduler", "torchrun", "a rank"])
 def test_all_ranks_save_and_end_in_the_same_step(options: list[str], whole: Path, tmp_path: Path, whom: str) -> None:
-    """Whoever is told to: our launcher alone, a terminal's whole group, torchrun, or one rank of it."""
+    """Whoever is told to: our launcher alone, all by a terminal or a scheduler, torchrun, or one rank of it."""
     out = tmp_path / "run"
     given = [*options[1:], "--max-steps", 100_000, "--batch-size", 1, "--out", out]
-    if whom in ("launcher", "all"):
+    ours = whom in ("launcher", "all", "scheduler")
+    if ours:
         process = start_cli("train", *given, "--nproc", 2)
     else:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "trimtab", "train"]
         process = subprocess.Popen(
             [sys.executable, *map(str, [*command, *given])], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=ONE_THREAD,
         )  # fmt: skip
     metrics = out / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 2, process)
-    ranks = ranks_of(out) if whom in ("launcher", "all") else children_of(process.pid)
+    ranks = ranks_of(out) if ours else children_of(process.pid)
     assert len(ranks) == 2
     number = signal.SIGINT if whom == "all" else signal.SIGTERM
-    for pid in {"all": [*ranks, process.pid], "a rank": ranks[1:]}.get(whom, [process.pid]):
+    everyone = [*ranks, process.pid]
+    for pid in {"all": everyone, "scheduler": everyone, "a rank": ranks[1:]}.get(whom, [process.pid]):
         os.kill(pid, number)
     result = finish(process)
     (step,) = checkpoints(out)
@@ -253,11 +261,82 @@ def test_all_ranks_save_and_end_in_the_same_step(options: list[str], whole: Path
     assert f"go on from step {step} with: trimtab train --resume {out} --nproc 2" in result.stderr
     assert f"interrupted by {number.name}" in result.stderr
     assert "trimtab: rank" not in result.stderr
-    if whom in ("launcher", "all"):
+    if ours:
         assert (result.returncode, ranks_of(out)) == (128 + number, [])
         assert "Traceback" not in result.stderr
     else:
         assert result.returncode != 0
+
+
+@pytest.fixture
+def endless(options: list[str], tmp_path: Path) -> Callable[..., tuple[subprocess.Popen[Any], Path]]:
+    """Two ranks of our launcher that take steps, and their folder; given what `subprocess.Popen` takes."""
+
+    def started(**streams: Any) -> tuple[subprocess.Popen[Any], Path]:
+        out = tmp_path / "run"
+        given = [*options, "--max-steps", "100000", "--nproc", "2", "--out", str(out)]
+        process = subprocess.Popen([sys.executable, "-m", "trimtab", *given], env=ONE_THREAD, **streams)
+        metrics = out / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 2, process)
+        return process, out
+
+    return started
+
+
+def test_a_rank_behind_one_that_was_killed_takes_that_for_no_signal_of_the_user(endless: Any) -> None:
+    process, out = endless(stderr=subprocess.PIPE, text=True)
+    os.kill(ranks_of(out)[1], signal.SIGKILL)
+    result = finish(process)
+    assert (result.returncode, ranks_of(out)) == (1, [])
+    assert "was ended by SIGKILL" in result.stderr
+    assert "the run ends once this step is done" not in result.stderr
+
+
+def test_where_the_terminal_is_gone_no_rank_writes_to_it(endless: Any) -> None:
+    leader, follower = pty.openpty()
+    process, out = endless(stdout=follower, stderr=follower)
+    os.close(follower)
+    taken = len(numbers(out))
+    os.close(leader)
+    wait_for(lambda: len(numbers(out)) > taken + 5, process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(DEADLINE) == 128 + signal.SIGHUP
+    assert checkpoints(out) == [len(numbers(out))]
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+def test_a_crash_after_a_signal_is_no_interruption(
+    tmp_path: Path, crashed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank ends as it was told to, the other so or by an error of its own."""
+    words = ({"message": "interrupted", "expected": True, "follows": True}, {"message": "KeyError: 'x'"})
+    failures = {}
+    for rank, (word, code) in enumerate(zip((words[crashed], words[0]), (1 if crashed else 143, 143), strict=True)):
+        (file := tmp_path / f"error-{rank}.json").write_text(json.dumps({"timestamp": 7, **word}))
+        failures[rank] = ProcessFailure(rank, 0, code, str(file))
+
+    def elastic(*_: object) -> Callable[..., None]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ChildFailedError("rank", failures)
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic)
+    plan: Any = SimpleNamespace(out=tmp_path, asked=TrainConfig(), config=TrainConfig())
+    expected = pytest.raises(TrimtabError, match="rank 0 failed: KeyError") if crashed else pytest.raises(Interrupted)
+    with expected:
+        launch._launch_ranks(plan, 2)
+
+
+def test_of_earlier_checkpoints_one_index_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(step: int, unasked: bool) -> None:
+        (folder := on_disk.step_folder(tmp_path, step)).mkdir()
+        on_disk.write_index(folder, make_index(step=step, world=1, experts={}, extra={autosave.MARK: unasked}))
+
+    for step, unasked in enumerate([False] * 5 + [True, True, False]):
+        made(step, unasked)
+    read, seen = on_disk.read_index, []
+    monkeypatch.setattr(on_disk, "read_index", lambda folder: (seen.append(on_disk.step_of(folder)), read(folder))[1])
+    autosave.remove_unasked(tmp_path, 7)
+    assert (seen, len(on_disk.whole_checkpoints(tmp_path))) == ([6, 5, 4], 6)
 
 
 def children_of(parent: int) -> list[int]:

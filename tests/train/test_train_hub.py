@@ -109,7 +109,7 @@ def test_what_lies_there_in_part_is_not_taken_for_all_of_it(cache: Path) -> None
     """A configuration that was fetched alone, three files of weights of four, a data set that was read as a stream."""
     put(cache, "model", "org/config", {"config.json": b"{}"})
     weights = {f"model-0000{n}-of-00004.safetensors": b"" for n in (1, 2, 4)}
-    put(cache, "model", "org/three", {"config.json": b"{}", **weights})
+    put(cache, "model", "org/three", {"config.json": b"{}", "model-00003-of-00004.bin": b"", **weights})
     put(cache, "dataset", "org/stream", {"data/train-00000-of-00008-0a1b2c.parquet": b""})
     (cache / "datasets--org--none" / "snapshots" / COMMIT).mkdir(parents=True)
     (cache / "datasets--org--none" / "refs").mkdir()

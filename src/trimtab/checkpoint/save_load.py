@@ -14,35 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.checkpoint import folder as on_disk
+from trimtab.checkpoint import ranks as of_ranks
+from trimtab.checkpoint import state as of_model
+from trimtab.checkpoint import tensors as in_files
 from trimtab.checkpoint.folder import MODEL, Index
-from trimtab.checkpoint.ranks import (
-    State,
-    check_readable,
-    on_every_rank,
-    on_first_rank,
-    put_loads,
-    put_rank_state,
-    rank_state,
-    set_random,
-)
-from trimtab.checkpoint.state import (
-    Groups,
-    expert_shapes,
-    model_tensors,
-    optimizer_state,
-    optimizer_targets,
-    some,
-    unwrapped,
-)
-from trimtab.checkpoint.tensors import (
-    check_given,
-    make_index,
-    read_dcp,
-    stored,
-    unreadable,
-    write_dcp,
-    write_files,
-)
 from trimtab.errors import ConfigError, InputError, full_disk
 from trimtab.routing.balance import routers
 from trimtab.validation import check_sizes
@@ -90,41 +65,43 @@ def save(
     root = Path(root)
     given = _config_file(model) if files is None else files
     tensors: dict[str, Tensor] = {}
-    groups: Groups | None = None
+    groups: of_model.Groups | None = None
 
     def collect() -> dict[str, object]:
         nonlocal groups
-        check_given(step, extra, given)
+        in_files.check_given(step, extra, given)
         if keep is not None:
             check_sizes(keep=keep)
         if rank_extra is not None:
-            check_readable(rank_extra)
-        tensors.update(model_tensors(model))
+            of_ranks.check_readable(rank_extra)
+        tensors.update(of_model.model_tensors(model))
         if optimizer is not None:
-            state, groups = optimizer_state(model, optimizer)
+            state, groups = of_model.optimizer_state(model, optimizer)
             tensors.update(state)
         kind = "none" if optimizer is None else type(optimizer).__name__
         return {"root": str(root), "step": step, "keep": keep, "optimizer": kind}
 
-    _check_same(on_every_rank(collect, group))
-    unfinished = on_first_rank(lambda: on_disk.begin(root, step), group)
-    write_dcp(unfinished, tensors, group)
+    _check_same(of_ranks.on_every_rank(collect, group))
+    unfinished = of_ranks.on_first_rank(lambda: on_disk.begin(root, step), group)
+    in_files.write_dcp(unfinished, tensors, group)
 
     def write_own() -> None:
         path = unfinished / on_disk.rank_file(_place(group)[0])
-        state = rank_state(model, rank_extra)
+        state = of_ranks.rank_state(model, rank_extra)
         try:
             torch.save(state, path)
         except RuntimeError as error:
             raise InputError(f"{path}: {error}{full_disk(root)}") from error
         on_disk.sync(path)
 
-    ranks = len(on_every_rank(write_own, group))  # and so all have written
+    ranks = len(of_ranks.on_every_rank(write_own, group))  # and so all have written
 
     def end() -> Path:
         _check_gathered(unfinished, ranks)
-        write_files(unfinished, given)
-        index = make_index(step=step, world=ranks, experts=expert_shapes(model), optimizer=groups, extra=extra or {})
+        in_files.write_files(unfinished, given)
+        index = in_files.make_index(
+            step=step, world=ranks, experts=of_model.expert_shapes(model), optimizer=groups, extra=extra or {}
+        )
         on_disk.write_index(unfinished, index)
         folder = on_disk.finish(unfinished)
         others = [path for path in on_disk.whole_checkpoints(root) if path != folder]
@@ -132,7 +109,7 @@ def save(
             on_disk.remove(old)
         return folder
 
-    return on_first_rank(end, group)
+    return of_ranks.on_first_rank(end, group)
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
@@ -160,7 +137,7 @@ def _check_gathered(unfinished: Path, ranks: int) -> None:
 
 def _config_file(model: nn.Module) -> dict[str, str | bytes]:
     """config.json of a transformers model, without what is about this run's ranks."""
-    config = getattr(unwrapped(model), "config", None)
+    config = getattr(of_model.unwrapped(model), "config", None)
     if not hasattr(config, "to_json_string"):
         return {}
     assert config is not None
@@ -178,12 +155,12 @@ class Loaded:
 
     folder: Path
     index: Index
-    own: State | None
+    own: of_ranks.State | None
 
     def restore_random(self) -> None:
         """Once more, for what draws numbers between loading and the first step, as a DataLoader does."""
         if self.own is not None:
-            set_random(self.own["random"])
+            of_ranks.set_random(self.own["random"])
 
 
 def load(
@@ -219,32 +196,32 @@ def load(
 
     def check() -> tuple[str, int]:
         folder = on_disk.resolve(path)
-        index, found, into = on_disk.read_index(folder), stored(folder), model_tensors(model)
+        index, found, into = on_disk.read_index(folder), in_files.stored(folder), of_model.model_tensors(model)
         _check_model(folder, found, into)
         if optimizer is not None:
             if index.optimizer is None:
                 raise ConfigError(f"{folder}: holds no optimizer state; load the model alone, or another checkpoint")
-            state, plan["put"] = optimizer_targets(model, optimizer, found, index.optimizer)
+            state, plan["put"] = of_model.optimizer_targets(model, optimizer, found, index.optimizer)
             into |= state
-        states = _rank_states(folder, index.world, rank, ranks, bool(routers(unwrapped(model))))
+        states = _rank_states(folder, index.world, rank, ranks, bool(routers(of_model.unwrapped(model))))
         plan.update(folder=folder, index=index, into=into, states=states)
         return folder.name, index.step
 
-    seen = on_every_rank(check, group)
+    seen = of_ranks.on_every_rank(check, group)
     if len(set(seen)) > 1:
         names = ", ".join(f"rank {rank}: {name}" for rank, (name, _) in enumerate(seen))
         raise InputError(
             f"{path}: the ranks see different checkpoints ({names}); name one, or wait for the file system"
         )
     index, states = plan["index"], plan["states"]
-    read_dcp(plan["folder"], plan["into"], group)
+    in_files.read_dcp(plan["folder"], plan["into"], group)
     if optimizer is not None:
         plan["put"]()
     own = states[0] if index.world == ranks else None
     if own is not None:
-        put_rank_state(model, own)
+        of_ranks.put_rank_state(model, own)
     else:
-        put_loads(model, states, rank, ranks)
+        of_ranks.put_loads(model, states, rank, ranks)
     return Loaded(folder=plan["folder"], index=index, own=own)
 
 
@@ -254,7 +231,7 @@ def _check_model(folder: Path, found: Mapping[str, Any], into: Mapping[str, Tens
     saved = {key for key in found if key.startswith(MODEL)}
     for what, keys in (("lacks", set(into) - saved), ("has, and the model has not,", saved - set(into))):
         if keys:
-            problems.append(f"the checkpoint {what} {some({key.removeprefix(MODEL) for key in keys})}")
+            problems.append(f"the checkpoint {what} {of_model.some({key.removeprefix(MODEL) for key in keys})}")
     for key in sorted(saved & set(into)):
         tensor, size, dtype = into[key], found[key].size, found[key].properties.dtype
         name = key.removeprefix(MODEL)
@@ -267,7 +244,7 @@ def _check_model(folder: Path, found: Mapping[str, Any], into: Mapping[str, Tens
         raise ConfigError(f"{folder} does not fit the model: {'; '.join(problems[:5])}{more}")
 
 
-def _rank_states(folder: Path, world: int, rank: int, ranks: int, loads: bool) -> list[State]:
+def _rank_states(folder: Path, world: int, rank: int, ranks: int, loads: bool) -> list[of_ranks.State]:
     """This rank's own file; where the number of ranks is another those of all, if there are loads to share out."""
     states = []
     for number in [rank] if world == ranks else range(world) if loads else []:
@@ -275,5 +252,5 @@ def _rank_states(folder: Path, world: int, rank: int, ranks: int, loads: bool) -
         try:
             states.append(torch.load(path, map_location="cpu", weights_only=True))
         except Exception as error:  # what torch.load raises for a damaged file depends on where it is damaged
-            raise unreadable(path, error) from error
+            raise in_files.unreadable(path, error) from error
     return states

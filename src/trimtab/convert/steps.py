@@ -15,22 +15,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    Interleave,
-    MergeModulelist,
-    PrefixChange,
-    SplitModulelist,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    apply_renamings,
-    dot_natural_key,
-    rename_source_key,
-)
 
 from trimtab.checkpoint.state import some
 from trimtab.convert.tensors import Step, TensorInfo, TensorStore, infos_of
@@ -55,7 +41,7 @@ class Group:
 
     def steps(self, model: Any, infos: Mapping[str, TensorInfo], renamings: Sequence[Any] = ()) -> list[Step]:
         """The steps that convert the group and then rename what comes out: one, or one for each expert's matrix."""
-        plain = isinstance(self.transform, WeightRenaming)
+        plain = isinstance(self.transform, loading.WeightRenaming)
         stack = self._stack()
         by_rows = plain or bool(stack) or self._keeps_experts(apart=False)
         whole = Step(self.sources, partial(self._convert, model, renamings), by_rows=by_rows, stack=stack)
@@ -76,13 +62,13 @@ class Group:
     def _keeps_experts(self, *, apart: bool) -> bool:
         """True if an expert's part of what is made of one stack is made of its row alone; apart: a tensor for each."""
         operations = list(getattr(self.transform, "operations", ()))
-        split = bool(operations) and isinstance(operations[-1], SplitModulelist) and operations.pop().dim == 0
+        split = bool(operations) and isinstance(operations[-1], loading.SplitModulelist) and operations.pop().dim == 0
         return split == apart and len(self.members) == 1 and all(map(_within_experts, operations))
 
     def _stack(self) -> list[tuple[str, ...]]:
         """The sources that are stacked, of each expert; none where what is made of one is not its row."""
         operations = list(getattr(self.transform, "operations", ()))
-        if not operations or not isinstance(first := operations.pop(0), MergeModulelist) or first.dim != 0:
+        if not operations or not isinstance(first := operations.pop(0), loading.MergeModulelist) or first.dim != 0:
             return []
         experts = [[name for name, of in self.members if of == key] for key in self.transform.source_patterns]
         return list(zip(*experts, strict=True)) if all(map(_within_experts, operations)) else []
@@ -106,7 +92,7 @@ class Group:
                 f"{self.members[0][0]}): {error}"
             ) from error
         whole = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-        return {apply_renamings(name, renamings): tensor for name, tensor in whole.items()}
+        return {loading.apply_renamings(name, renamings): tensor for name, tensor in whole.items()}
 
 
 def mapping_of(model: Any) -> list[Any]:
@@ -117,7 +103,7 @@ def mapping_of(model: Any) -> list[Any]:
 def saved_mapping_of(model: Any) -> list[Any]:
     """The transforms that `save_pretrained` reverts for a model that no checkpoint was loaded into."""
     mapping = get_model_conversion_mapping(model, add_legacy=False)
-    return [transform for transform in mapping if not isinstance(transform, PrefixChange)]
+    return [transform for transform in mapping if not isinstance(transform, loading.PrefixChange)]
 
 
 def moved_rows(mapping: Iterable[Any]) -> list[str]:
@@ -126,10 +112,12 @@ def moved_rows(mapping: Iterable[Any]) -> list[str]:
 
     def moves(converter: Any) -> bool:
         first, several = converter.operations[0], len(converter.source_patterns) > 1
-        turned = any(isinstance(each, Transpose) or getattr(each, "dim", None) == 0 for each in converter.operations)
-        return not isinstance(first, MergeModulelist) and (turned or several)
+        turned = any(
+            isinstance(each, loading.Transpose) or getattr(each, "dim", None) == 0 for each in converter.operations
+        )
+        return not isinstance(first, loading.MergeModulelist) and (turned or several)
 
-    return [t.target_patterns[0] for t in mapping if isinstance(t, WeightConverter) and moves(t)]
+    return [t.target_patterns[0] for t in mapping if isinstance(t, loading.WeightConverter) and moves(t)]
 
 
 def loading_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list[Step]:
@@ -144,12 +132,12 @@ def loading_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> lis
     renamings, converters, owner = _sorted_out(mapping)
     state, prefix = model.state_dict(), model.base_model_prefix
     groups: dict[str, Group] = {}
-    for name in sorted(store.infos, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+    for name in sorted(store.infos, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = name, None  # it bears the model's own name already
         if pattern is None:
-            group = groups.setdefault(target, Group(target=target, transform=WeightRenaming(name, target)))
+            group = groups.setdefault(target, Group(target=target, transform=loading.WeightRenaming(name, target)))
             if group.members:
                 raise InputError(f"{group.members[0][0]} and {name} are both {target} in the model; one must go")
         else:
@@ -167,7 +155,7 @@ def without_place(model: Any, store: TensorStore) -> list[str]:
     """Names of a checkpoint's tensors that the model has no place for."""
     renamings, converters, _ = _sorted_out(mapping_of(model))
     state, prefix = model.state_dict(), model.base_model_prefix
-    targets = {name: rename_source_key(name, renamings, converters, prefix, state)[0] for name in store.infos}
+    targets = {name: loading.rename_source_key(name, renamings, converters, prefix, state)[0] for name in store.infos}
     return [name for name, target in targets.items() if target not in state and name not in state]
 
 
@@ -179,10 +167,10 @@ def saving_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list
     """
     renamings, converters, owner = _sorted_out([t.reverse_transform() for t in reversed(list(mapping))])
     groups: dict[str, Group] = {}
-    for name in sorted(store.infos, key=dot_natural_key):
-        target, pattern = apply_converters(name, converters)
-        target = apply_renamings(name, renamings) if pattern is None else target
-        transform = WeightRenaming(name, target) if pattern is None else owner[pattern]
+    for name in sorted(store.infos, key=loading.dot_natural_key):
+        target, pattern = loading.apply_converters(name, converters)
+        target = loading.apply_renamings(name, renamings) if pattern is None else target
+        transform = loading.WeightRenaming(name, target) if pattern is None else owner[pattern]
         group = groups.setdefault(target, Group(target=target, transform=transform))
         group.members.append((name, pattern or name))
     for group in groups.values():
@@ -190,22 +178,24 @@ def saving_steps(model: Any, mapping: Iterable[Any], store: TensorStore) -> list
     return [
         step
         for group in groups.values()
-        for step in group.steps(model, store.infos, () if isinstance(group.transform, WeightRenaming) else renamings)
+        for step in group.steps(
+            model, store.infos, () if isinstance(group.transform, loading.WeightRenaming) else renamings
+        )
     ]
 
 
 def _sorted_out(mapping: Sequence[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """(renamings, converters, converter by pattern) of a mapping."""
-    converters = [t for t in mapping if isinstance(t, WeightConverter)]
+    converters = [t for t in mapping if isinstance(t, loading.WeightConverter)]
     owner = {pattern: t for t in converters for pattern in t.source_patterns}
-    return [t for t in mapping if isinstance(t, WeightRenaming)], converters, owner
+    return [t for t in mapping if isinstance(t, loading.WeightRenaming)], converters, owner
 
 
 def _within_experts(operation: Any) -> bool:
     """True if an operation leaves the first dim of a stack of experts alone, whatever is in it."""
-    if isinstance(operation, Transpose):
+    if isinstance(operation, loading.Transpose):
         return not operation.check_dims and min(operation.dim0, operation.dim1) > 0
-    return isinstance(operation, (Chunk, Concatenate, Interleave)) and operation.dim > 0
+    return isinstance(operation, (loading.Chunk, loading.Concatenate, loading.Interleave)) and operation.dim > 0
 
 
 def _check_group(group: Group, infos: Mapping[str, TensorInfo]) -> None:
@@ -215,7 +205,7 @@ def _check_group(group: Group, infos: Mapping[str, TensorInfo]) -> None:
         names = ", ".join(sorted(map(str, kinds)))
         raise InputError(f"{group.target}: its {len(group.members)} tensors are of different dtypes: {names}")
     for operation in getattr(group.transform, "operations", ()):
-        if not isinstance(operation, Transpose) or not operation.check_dims:
+        if not isinstance(operation, loading.Transpose) or not operation.check_dims:
             continue
         for name in group.sources:
             shape, dims = infos[name].shape, (int(operation.dim0), int(operation.dim1))
@@ -229,7 +219,7 @@ def _check_group(group: Group, infos: Mapping[str, TensorInfo]) -> None:
 def _check_experts(group: Group, infos: Mapping[str, TensorInfo], target: Tensor | None, renamings: Any) -> None:
     """Raise InputError where experts to be stacked are not all there, each once, and alike."""
     operations = getattr(group.transform, "operations", ())
-    if not operations or not isinstance(operations[0], MergeModulelist):
+    if not operations or not isinstance(operations[0], loading.MergeModulelist):
         return
     wanted = None if target is None or operations[0].dim != 0 else int(target.shape[0])
     for pattern in group.transform.source_patterns:
@@ -237,7 +227,7 @@ def _check_experts(group: Group, infos: Mapping[str, TensorInfo], target: Tensor
         if not names:
             raise InputError(f"{group.target}: the checkpoint has no {pattern}, only {group.sources[0]} and the like")
         numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
-        found = [numbered.search(apply_renamings(name, renamings)) for name in names]
+        found = [numbered.search(loading.apply_renamings(name, renamings)) for name in names]
         ids = [int(match.group(1)) for match in found if match and match.groups()]
         expected = list(range(len(names) if wanted is None else wanted))
         if len(ids) == len(names) and ids != expected:

@@ -23,7 +23,7 @@ N = T * K slots, B caps, W = 2 ways (surplus to room, alias table).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ def pieces_of(loads_E: Tensor, ranks: int, tolerance: int | None, copy_cost: int
     )
 
 
-@dataclass(kw_only=True)
+@dataclass
 class ReplicaPlan:
     """One call's plan, int64 on the device of the counts, equal on every rank. Reading a tensor is a host sync.
 
@@ -149,7 +149,11 @@ class ReplicaPlan:
     replicas_PP: Tensor
     cap: Tensor
     checksum: Tensor
-    replica_bytes: int = 0
+    replica_bytes: int = field(default=0, kw_only=True)
+
+    def tensors(self) -> list[Tensor]:
+        """In the order of the constructor."""
+        return [self.slots_EP, self.place_EP, self.replicas_PP, self.cap, self.checksum]
 
     @property
     def loads_before_P(self) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from trimtab.dispatch.facts import CallId
 from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.replica_plan import ReplicaPlan, physical_ids, replica_plan, slot_shares
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
+from trimtab.kernels.one_launch import OneLaunch
 from trimtab.kernels.rows import compact
 from trimtab.kernels.tensor_checks import row_major
 from trimtab.routing.recompute import replayed, replaying
@@ -102,6 +103,26 @@ def _rows(t: Tensor) -> Tensor:
     return row_major(t.detach().reshape(t.shape[0], t.shape[1:].numel()))
 
 
+@cache
+def _planned(
+    config: ReplicationConfig, etp_rank: int, rank: int, counts: torch.Size, device: torch.device
+) -> OneLaunch:  # fmt: skip
+    """Of all layers with counts of this shape on this device: a function of counts [H, P, E] and this rank's own [E],
+    to a plan's tensors, this rank's `slot_shares`, the PLAN of its handshake, and its slots of replicas [P]."""
+
+    def made(counts_HPE: Tensor, own_E: Tensor) -> list[Tensor]:
+        mine_E = counts_HPE[etp_rank, rank]
+        fits = (mine_E == own_E).all()
+        mine_E.copy_(own_E)  # where it does not fit, cells still hold this rank's slots until all ranks have raised
+        plan = replica_plan(counts_HPE, config)
+        cells_EP = slot_shares(plan, counts_HPE, etp_rank, rank)
+        fact = torch.where(fits, plan.checksum & _NOT_NEGATIVE, facts.UNFIT)
+        home = counts_HPE.shape[2] // counts_HPE.shape[1]
+        return [*plan.tensors(), cells_EP, fact, (cells_EP * (plan.place_EP >= home)).sum(0)]
+
+    return OneLaunch(made)
+
+
 class ReplicaPlanner:
     """Plans the replicas of one layer.
 
@@ -120,18 +141,13 @@ class ReplicaPlanner:
         """Plan a call and place this rank's slots by it; -1 drops a slot. Collective. Returns where they go, r * 2 m +
         place for place m and on the replicas on rank r, the plan, and columns of the handshake: replicas, slots of
         replicas, the plan's checksum."""
-        rank, own_E = self.transport.rank, count_ids(ids_TK.long(), self.num_experts)
+        rank, etp_rank = self.transport.rank, 0 if self.etp is None else self.etp.rank
+        own_E = count_ids(ids_TK.long(), self.num_experts)
         counts_HPE = self.gather(own_E, call)
-        mine_E = counts_HPE[0 if self.etp is None else self.etp.rank, rank]
-        fits = (mine_E == own_E).all()
-        mine_E.copy_(own_E)  # where it does not fit, cells still hold this rank's slots until all ranks have raised
-        plan = replica_plan(counts_HPE, self.config)
-        cells_EP = slot_shares(plan, counts_HPE, 0 if self.etp is None else self.etp.rank, rank)
-        columns = {
-            facts.REPLICAS: plan.replicas_PP[rank],
-            facts.REPLICA_SLOTS: (cells_EP * (plan.place_EP >= self.home)).sum(0),
-            facts.PLAN: torch.where(fits, plan.checksum & _NOT_NEGATIVE, facts.UNFIT),
-        }
+        planned = _planned(self.config, etp_rank, rank, counts_HPE.shape, counts_HPE.device)
+        *made, cells_EP, fact, of_replicas_P = planned(counts_HPE, own_E)
+        plan = ReplicaPlan(*made)
+        columns = {facts.REPLICAS: plan.replicas_PP[rank], facts.REPLICA_SLOTS: of_replicas_P, facts.PLAN: fact}
         return physical_ids(ids_TK, cells_EP, plan), plan, columns
 
     def route(self, plan: ReplicaPlan, rows: Exchange, met: Handshake, *, compared: bool) -> ReplicaRoute:

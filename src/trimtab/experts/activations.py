@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.autograd import forward_of, once_differentiable
+from trimtab.errors import ConfigError
 from trimtab.operators import operator
 
 Approximate = Literal["none", "tanh"]
@@ -165,6 +166,12 @@ ACTIVATIONS: dict[str, Callable[[], Activation]] = {
     "gelu": GELU,
     "gelu_tanh": lambda: GELU("tanh"),
 }
+
+
+def check_activation(name: str, of: str = "") -> None:
+    """Raises ConfigError: there is no such activation. of: what it is of, for the message."""
+    if name not in tuple(ACTIVATIONS):
+        raise ConfigError(f"activation {name!r}{of} is not one of {tuple(ACTIVATIONS)}")
 
 
 def clamped(alpha: float, limit: float, shift: float, *, interleaved: bool) -> str:

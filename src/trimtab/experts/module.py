@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trimtab.autograd import not_in_graphs, refuse_transforms
 from trimtab.errors import ConfigError, InputError
-from trimtab.experts.activations import ACTIVATIONS, activation_of
+from trimtab.experts.activations import activation_of, check_activation
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts, plan_for
@@ -28,14 +28,6 @@ from trimtab.validation import VALUES, check_flags, check_sizes, holds_ids, hold
 if TYPE_CHECKING:
     from trimtab.experts.recipes.base import Recipe
     from trimtab.experts.replicated import Replicas
-
-
-def check_activation(name: str) -> None:
-    """Raises:
-    ConfigError: there is no such activation.
-    """
-    if name not in tuple(ACTIVATIONS):
-        raise ConfigError(f"activation {name!r} is not one of {tuple(ACTIVATIONS)}")
 
 
 class ExpertMLP(GroupedModule):
@@ -169,11 +161,6 @@ class ExpertMLP(GroupedModule):
         from trimtab.experts.quantized import values_per_byte
 
         return (*shape[:-1], shape[-1] * values_per_byte(self.codes[0])), self.codes[1]
-
-    @property
-    def scale_names(self) -> tuple[str, ...]:
-        """Those of the codes, if there are some."""
-        return () if self.codes is None else (f"{self._up}_scales", "down_scales")
 
     @property
     def parameter_names(self) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from trimtab.errors import ConfigError
-from trimtab.experts.activations import ACTIVATIONS, activate, activation_of
+from trimtab.experts.activations import activate, activation_of, check_activation
 from trimtab.validation import check_flags, check_sizes, holds_values
 
 
@@ -61,8 +60,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         check_sizes(dim=dim, hidden=hidden)
         check_flags(gated=gated)
-        if activation not in tuple(ACTIVATIONS):
-            raise ConfigError(f"activation {activation!r} of shared experts is not one of {tuple(ACTIVATIONS)}")
+        check_activation(activation, " of shared experts")
         self.name = activation
         width = 2 * hidden if activation_of(activation).gated else hidden
         self.up = nn.Linear(dim, width, bias=False, dtype=dtype, device=device)

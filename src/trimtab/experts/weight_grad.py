@@ -30,6 +30,7 @@ from torch import Tensor
 from trimtab.autograd import without_autocast
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.weight import Form
+from trimtab.kernels.tensor_checks import ReadOn
 from trimtab.validation import holds_values
 
 MainGradMode = Literal["off", "accumulate", "overwrite", "te", "te_first"]
@@ -237,8 +238,11 @@ class DelayedGradients:
 
 
 def unchanged(job: WgradJob, reads: Sequence[Tensor]) -> WgradJob:
-    """The job, which raises InputError if a tensor that it reads was changed in place meanwhile."""
+    """The job, which raises InputError if a tensor that it reads was changed in place meanwhile. Run on another stream
+    than this backward's, it waits for that, and what it reads is kept until it has been read."""
     versions = [(t, t._version) for t in reads if not t.is_inference()]
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    made = None if stream is None else stream.record_event()
 
     def run() -> list[tuple[Tensor, Tensor]]:
         changed = [tuple(t.shape) for t, version in versions if t._version != version]
@@ -248,7 +252,11 @@ def unchanged(job: WgradJob, reads: Sequence[Tensor]) -> WgradJob:
                 "layer a copy, or call backward_dw() before the buffer is used again",
                 phase="experts",
             )
-        return job()
+        if made is None or (here := torch.cuda.current_stream()) == stream:
+            return job()
+        here.wait_event(made)
+        with ReadOn(here):
+            return job()
 
     return run
 

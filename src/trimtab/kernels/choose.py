@@ -89,8 +89,7 @@ class KernelChoice:
 
     def __init__(self, kernels: str | Backend = "auto", *, fallback: Sequence[str | Backend] = ()) -> None:
         known = ("auto", *BACKENDS)
-        asked = (kernels, *fallback)
-        self.candidates = asked
+        self.candidates = (kernels, *fallback)
         if unknown := [c for c in self.candidates if c is None or (isinstance(c, str) and c not in known)]:
             raise ConfigError(f"kernels={unknown[0]!r} is not one of {known}")
         self.reports: list[SelfTest] = []

@@ -221,13 +221,9 @@ def _tidy(cache: Path) -> None:
 
 def _whole(library: Path) -> bool:
     try:
-        return _hash_of(library).read_bytes() == hashlib.sha256(library.read_bytes()).hexdigest().encode()
+        return library.with_suffix(".sha256").read_bytes() == hashlib.sha256(library.read_bytes()).hexdigest().encode()
     except OSError:
         return False
-
-
-def _hash_of(library: Path) -> Path:
-    return library.with_suffix(".sha256")
 
 
 def _wanted(
@@ -236,10 +232,6 @@ def _wanted(
     """Compiler, flags, and the name of the library's file."""
     compiler = find_compiler()
     flags = (*FLAGS, f"-march={march}", *(f"-D{define}" for define in defines))
-    return compiler, flags, f"{main.stem}-{_key(compiler, flags, sources)}.so"
-
-
-def _key(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path]) -> str:
     found = hashlib.sha256()
     program, *options = compiler
     real = os.path.realpath(program)  # the compiler itself, or what runs it by the name of its link, as ccache does
@@ -248,7 +240,7 @@ def _key(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path])
         found.update(f"{part}\n".encode())
     for source in sorted(sources):
         found.update(source.read_bytes())
-    return found.hexdigest()[:16]
+    return compiler, flags, f"{main.stem}-{found.hexdigest()[:16]}.so"
 
 
 def _cpu() -> str:
@@ -273,7 +265,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], main: Path, target: 
         _run([*compiler, "-shared", str(made), _openmp(), "-o", str(library)], folder)
         digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
         library.replace(target)
-        digest.replace(_hash_of(target))
+        digest.replace(target.with_suffix(".sha256"))
 
 
 def _run(command: list[str], folder: Path) -> None:

@@ -1,15 +1,15 @@
-"""Checks on raw tensors (dense, contiguous, fake or meta), and a function run in a clean thread."""
+"""Checks on raw tensors (dense, contiguous, fake or meta), and a function run in a clean thread, or on a stream."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from trimtab.validation import holds_values
 
@@ -98,6 +98,22 @@ def in_clean_thread(device: torch.device, run: Callable[[], T]) -> T:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(there).result()
+
+
+class ReadOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operators within run on `stream`. The memory of what they take, if it is another stream's, is not given to others
+    before they have read it."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for given in (*args, *(kwargs or {}).values()):
+            for t in given if isinstance(given, (list, tuple)) else (given,):
+                if isinstance(t, Tensor) and t.device.type == self._stream.device.type:
+                    t.record_stream(self._stream)
+        return func(*args, **(kwargs or {}))
 
 
 def count(rows: int, contracted: int, width: int) -> None:

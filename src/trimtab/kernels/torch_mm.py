@@ -125,7 +125,7 @@ class GroupedMMBackend:
         self._check_widths(w_eAB.shape[1:] if w_eAB.stride(2) == 1 else w_eAB.shape[1:2], x_RA)
         y = torch.nn.functional.grouped_mm(row_major(x_RA), w_eAB.to(x_RA.dtype), offs=block.ends_e)
         if block.tail:
-            y.masked_fill_(self._tail(y, block), 0)
+            y.masked_fill_((torch.arange(y.shape[0], device=y.device) >= block.offsets_e[-1])[:, None], 0)
         return y if out is None else out.copy_(y)
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
@@ -155,6 +155,3 @@ class GroupedMMBackend:
                 "use kernels 'torch' or 'auto' on the CPU, or other widths. Under autocast its dtype is what counts",
                 phase="experts",
             )
-
-    def _tail(self, rows: Tensor, block: Block) -> Tensor:
-        return (torch.arange(rows.shape[0], device=rows.device) >= block.offsets_e[-1])[:, None]

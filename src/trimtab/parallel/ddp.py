@@ -154,10 +154,10 @@ class _ExpertReducer:
         self.queued = False
         self.reached.clear()
         if trained := [param for param in self.left_out if param.requires_grad]:
-            flags = torch.tensor([param.grad is not None for param in trained], dtype=torch.int32)
-            anywhere = flags.to(local_part(trained[0]).device)
+            here = [param.grad is not None for param in trained]
+            anywhere = torch.tensor(here, dtype=torch.int32).to(local_part(trained[0]).device, non_blocking=True)
             dist.all_reduce(anywhere, group=self.group)
-            everywhere = [1] * len(trained) if flags.all() else anywhere.tolist()  # without a wait for the device
+            everywhere = here if all(here) else anywhere.tolist()  # without a wait for the device
             found += [param for param, ranks in zip(trained, everywhere, strict=True) if ranks]
         for param in found:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad

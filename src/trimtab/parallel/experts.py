@@ -154,7 +154,7 @@ class ParallelExperts(ExpertMLP):
         self.num_experts = experts_per_rank(self.num_experts, place.mesh.size(place.ep_dim))
         self.place, self.etp, self.gradient_scale, self.reduce_delayed = place, etp, 1.0, None
         whole_rows = self.codes is not None and not FORMATS[self.codes[0]].ins
-        for name in (*self.parameter_names, *self.scale_names):
+        for name, _ in list(self.named_parameters(recurse=False)):
             split = Replicate() if name == "down_scales" and whole_rows else SPLIT.get(name, Replicate())
             self._cut(self, name, Shard(0), split, src_data_rank)
         for adapter in getattr(self, "adapters", {}).values():
@@ -197,7 +197,7 @@ class ParallelExperts(ExpertMLP):
         param = getattr(self, name)
         local = local_part(param)
         if name in self.fused:
-            local = _Fused.apply(local, [param])  # type: ignore[no-untyped-call]
+            local = _Delivered.apply(local, 1.0, [param])  # type: ignore[no-untyped-call]
             for attribute in MAIN_GRAD_NAMES:
                 if hasattr(param, attribute):
                     setattr(local, attribute, local_part(getattr(param, attribute)))
@@ -209,38 +209,26 @@ class ParallelExperts(ExpertMLP):
         return local
 
     def _scaled(self, local: Tensor) -> Tensor:
-        scaled: Tensor = _Scaled.apply(local, self.gradient_scale) if self.gradient_scale != 1.0 else local  # type: ignore[no-untyped-call]
-        return scaled
+        if self.gradient_scale == 1.0:
+            return local
+        return _Delivered.apply(local, self.gradient_scale, ())  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Fused(Function):
-    """Identity. What comes back is a dummy: the gradient is in `main_grad`, and its owner is told so on the parameter,
-    before the parameter's hooks fire."""
+class _Delivered(Function):
+    """Identity; the gradient is multiplied. Where an owner is given it is a dummy, for the gradient is in `main_grad`:
+    the owner is told so on the parameter, before the parameter's hooks fire."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, owner: list[Any]) -> Tensor:
-        ctx.owner = owner
+    def forward(ctx: Any, x: Tensor, factor: float, owner: Sequence[Any]) -> Tensor:
+        ctx.factor, ctx.owner = factor, owner
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        ctx.owner[0].grad_added_to_main_grad = True
-        return d, None
-
-
-class _Scaled(Function):
-    """Identity; the gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return d * ctx.factor, None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        for param in ctx.owner:
+            param.grad_added_to_main_grad = True
+        return d if ctx.owner else d * ctx.factor, None, None
 
 
 def _show_all_experts(module: ParallelExperts, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -10,15 +10,14 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from trimtab.checkpoint import folder as on_disk
 from trimtab.errors import InputError, free_room
+from trimtab.processes import heard_by
 
 EVERY = 1800.0
 """Seconds of training between two of them, and at least SHARE times what the last one took."""
@@ -72,29 +71,23 @@ class Autosave:
 
 
 def remove_unasked(root: Path, before: float) -> None:
-    """Remove such checkpoints of steps before that one."""
-    for folder in on_disk.whole_checkpoints(root):
-        if on_disk.step_of(folder) < before and _is_unasked(folder):
-            on_disk.remove(folder)
-
-
-def _is_unasked(folder: Path) -> bool:
-    try:
-        return bool(on_disk.read_index(folder).extra.get(MARK))
-    except InputError:  # damaged: not ours to judge
-        return False
+    """Remove such checkpoints of steps before that one: the last, for behind one that was asked for there are none."""
+    for folder in reversed([path for path in on_disk.whole_checkpoints(root) if on_disk.step_of(path) < before]):
+        try:
+            if not on_disk.read_index(folder).extra.get(MARK):
+                return
+        except InputError:  # damaged: not ours to judge
+            continue
+        on_disk.remove(folder)
 
 
 @contextlib.contextmanager
 def first_signal_noted(came: list[int], heard: Callable[[int], object]) -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP in the block goes into `came` and to `heard`, and the block goes on; the next
-    does what it would do outside. Those that are set aside stay so.
+    does what it would do outside. See `heard_by`.
 
     Terminals and launchers send the same one twice: what comes within TWICE seconds of the first is that one.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     began = 0.0
     terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
@@ -112,13 +105,5 @@ def first_signal_noted(came: list[int], heard: Callable[[int], object]) -> Itera
             signal.signal(number, handler)
             handler(number, frame) if callable(handler) else os.kill(os.getpid(), number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before: dict[int, Any] = {n: signal.getsignal(n) for n in numbers}
-    before = {n: handler for n, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in before:
-        signal.signal(number, note)
-    try:
+    with heard_by(note) as before:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -59,5 +59,6 @@ def _folder(name: str, flag: str) -> str:
 def _is_whole(folder: Path, needed: str) -> bool:
     """As far as the names of files tell: one that is 3 of 8 has seven beside it. What was fetched for its
     configuration alone, or read as a stream, lies there in part."""
-    parts = Counter(match.groups() for path in folder.rglob("*") if (match := _PART.match(str(path))))
-    return any(folder.glob(needed)) and all(count >= int(number) for (_, number), count in parts.items())
+    found = ((_PART.match(str(path)), path.suffix) for path in folder.rglob("*"))
+    parts = Counter((*match.groups(), kind) for match, kind in found if match)
+    return any(folder.glob(needed)) and all(count >= int(number) for (_, number, _), count in parts.items())

@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -23,11 +25,14 @@ from typing import Any, NoReturn
 from trimtab.errors import ConfigError, PeerLost, PhaseTimeout, TrimtabError, first_line
 from trimtab.extras import lacking
 from trimtab.processes import Interrupted, cores, group_size, module_arguments, signals_raise
-from trimtab.train.autosave import first_signal_noted
+from trimtab.train.autosave import TWICE, first_signal_noted
 from trimtab.train.config import TrainConfig
 from trimtab.train.plan import DATA, Plan, plan_run
 from trimtab.train.report import LOGS
 from trimtab.train.resume import advice
+
+FOLLOWED = 3
+"""The place of a failure that followed from another's."""
 
 
 def launch(config: TrainConfig, nproc: int | None) -> None:
@@ -105,9 +110,10 @@ def _launch_ranks(plan: Plan, nproc: int) -> None:
             with first_signal_noted(came, lambda _: stop.touch()):
                 elastic_launch(elastic, sys.executable)(*module_arguments("trimtab.train.launch"), *given)
         except ChildFailedError as error:
-            if came and not any(map(_said, error.failures.values())):
+            first = min(error.failures.values(), key=lambda failure: (_place(failure), failure.timestamp))
+            if came and (_place(first) == FOLLOWED or first.exitcode == -signal.SIGINT):
                 raise Interrupted(came[0]) from error
-            hint, cause = advice(plan.out, nproc), _root_cause(error.failures, plan.out)
+            hint, cause = advice(plan.out, nproc), _root_cause(first, plan.out)
             raise TrimtabError(f"{cause}; {hint}" if hint and hint not in cause else cause) from error
         except SignalException as error:
             raise Interrupted(int(error.sigval)) from error
@@ -132,18 +138,18 @@ def _log_places(out: Path, scratch: Path) -> Any:
     return LogPlaces()
 
 
-def _root_cause(failures: dict[int, Any], out: Path) -> str:
-    """One message for the failure that the others followed from: what a rank said on purpose, or else a rank that was
-    killed, or else whatever came first. SIGTERM is the launcher's own."""
+def _place(failure: Any) -> int:
+    """Where it stands among those that the others may have followed from: what a rank said on purpose, then a rank that
+    was killed, then any other end; last, an end that followed from another. SIGTERM is the launcher's own."""
+    word, code = failure.error_file_data, failure.exitcode
+    if word.get("follows") or code == -signal.SIGTERM:
+        return FOLLOWED
+    return 0 if word.get("expected") else 1 if code < 0 else 2
 
-    def order(rank: int) -> tuple[int, float]:
-        failure = failures[rank]
-        code = failure.exitcode
-        place = 0 if _said(failure) else 2 if code >= 0 else 1 if code != -signal.SIGTERM else 3
-        return place, failure.timestamp
 
-    rank = min(failures, key=order)
-    failure = failures[rank]
+def _root_cause(failure: Any, out: Path) -> str:
+    """One message for the failure of a rank."""
+    rank = failure.local_rank
     if failure.error_file_data.get("expected"):
         return str(failure.message)
     if failure.exitcode < 0:
@@ -154,11 +160,6 @@ def _root_cause(failures: dict[int, Any], out: Path) -> str:
     return f"rank {rank} failed: {said}; {f'details in {log}' if log.exists() else 'what it said is above'}"
 
 
-def _said(failure: Any) -> bool:
-    """True where a rank said what failed, and it did not follow from another's end."""
-    return bool(failure.error_file_data.get("expected") and not failure.error_file_data.get("follows"))
-
-
 def _run_rank(config: TrainConfig, launcher: int | None = None, stop: Path | None = None) -> None:
     """Run this process's rank of a group that torchrun, or the launcher of that process id, started; never returns
     after a failure, of which it leaves word. stop: a file that the launcher makes when it gets a signal."""
@@ -166,7 +167,7 @@ def _run_rank(config: TrainConfig, launcher: int | None = None, stop: Path | Non
         signal.signal(number, signal.SIG_DFL)  # whoever stops the group speaks for it
     try:
         if launcher is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the launcher hears it, too
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in all threads to come: `_follow` hears it
             threading.Thread(target=_follow, args=(launcher, stop), daemon=True).start()
         plan = plan_run(config, int(os.environ["WORLD_SIZE"]))
         from trimtab.train.session import run_session
@@ -185,13 +186,26 @@ def _run_rank(config: TrainConfig, launcher: int | None = None, stop: Path | Non
 
 def _follow(parent: int, stop: Path | None) -> None:
     """End this process when its launcher is gone, even if it was killed, and before this rank came up at that. Hand
-    the signal on that the launcher has got, once: while steps are taken it is noted, else it ends this process."""
-    told = False
-    while os.getppid() == parent:
-        if stop is not None and not told and stop.exists():
-            told = True
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
+    the signal on that the launcher has got, once: while steps are taken it is noted, else it ends this process.
+
+    By SIGTERM the launcher ends ranks behind one that failed; whoever sends it to all sends it to the launcher, too,
+    which makes `stop` then. A terminal that is gone is written to no more.
+    """
+    heard = end = math.inf
+    terminals = select.poll()
+    for stream in filter(os.isatty, (1, 2)):
+        terminals.register(stream, 0)
+    while os.getppid() == parent and (now := time.monotonic()) < end:
+        if heard == math.inf and stop is not None and stop.exists():
+            heard, end = now, math.inf
+            os.kill(os.getpid(), signal.SIGINT)
+        if signal.SIGTERM in signal.sigpending():
+            signal.sigwait({signal.SIGTERM})
+            end = now if now > heard + TWICE else now + TWICE if heard == math.inf else end
+        for stream, _ in terminals.poll(200):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    if end < math.inf:
+        _leave_word(f"rank {os.environ['RANK']} was ended by SIGTERM", expected=True, follows=True)
     os._exit(1)
 
 

@@ -48,7 +48,9 @@ def make_room(plan: Plan) -> TextIO:
     with ExitStack() as failed:
         failed.callback(_unmake, made, out)
         try:
-            mark = failed.enter_context(_claim(plan))
+            out.mkdir(parents=True, exist_ok=True)
+            mark = failed.enter_context((out / RUN).open("a", encoding="utf-8"))
+            _claim(mark, plan)
             _prepare_data(plan)
             print(f"trimtab: disk: {check_disk(plan.with_steps())}", file=sys.stderr)
             if config.resume is None:
@@ -82,21 +84,16 @@ def _unmake(made: list[Path], out: Path) -> None:
             folder.rmdir()
 
 
-def _claim(plan: Plan) -> TextIO:
-    """Make the output folder and mark it as this run's, for as long as the file that is returned is open."""
-    plan.out.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as failed:
-        mark = failed.enter_context((plan.out / RUN).open("a", encoding="utf-8"))
-        try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"--out {plan.out}: another run is writing there; give a new folder") from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-        check_kept(plan.config)  # what another run has left since
-        failed.pop_all()
-    return mark
+def _claim(mark: TextIO, plan: Plan) -> None:
+    """Mark the output folder as this run's, for as long as the file is open."""
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"--out {plan.out}: another run is writing there; give a new folder") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    check_kept(plan.config)  # what another run has left since
 
 
 def _prepare_data(plan: Plan) -> None:

@@ -60,7 +60,8 @@ def run_session(plan: Plan, *, prepared: bool) -> None:
             if not prepared:
                 if rank == 0:
                     held.enter_context(make_room(plan))
-                _barrier()
+                if world > 1:
+                    dist.barrier()
             plan = plan.with_steps()
             trainer = _build(plan, rank)
             autosave, steps, missing = trainer.checkpoints.autosave, plan.config.max_steps or 0, None
@@ -104,11 +105,6 @@ def _join_world() -> None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     backend = get_distributed_backend(device.type)
     dist.init_process_group(backend=backend, device_id=device if backend == "nccl" else None, timeout=LONGEST)
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 def _build(plan: Plan, rank: int) -> MoETrainer:

@@ -13,15 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.errors import ConfigError
+from trimtab.verify import topologies as rows
 from trimtab.verify.patterns import PATTERNS, Pattern
-from trimtab.verify.topologies import (
-    QUICK,
-    Topology,
-    default_topologies,
-    further_topologies,
-    topologies_for,
-    topology_named,
-)
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 LEVELS = {"quick": ("float32",), "default": ("float32", "bfloat16"), "full": tuple(DTYPES), "proof": ("float64",)}
@@ -33,7 +26,7 @@ runs `further_topologies` that are no default ones."""
 class Case:
     """One cell of the ledger in one dtype."""
 
-    topology: Topology
+    topology: rows.Topology
     pattern: Pattern
     dtype: str
     seed: int
@@ -60,13 +53,13 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
     globs = [name if name.count("/") == 2 or set(name) & set("*?[") else f"*{name}*" for name in only]
     exact = any(not set(glob) & set("*?[") for glob in globs)
     quick = level == "quick" and not exact
-    topologies = [topology_named(name) for name in QUICK] if quick else default_topologies()
+    topologies = [rows.topology_named(name) for name in rows.QUICK] if quick else rows.default_topologies()
     if world > max(t.ranks for t in topologies) and level != "quick":
-        topologies += topologies_for(world)
+        topologies += rows.topologies_for(world)
     dtypes = {topology: _dtypes("full" if exact else level, topology) for topology in topologies}
     if level == "full" or exact:
         more = LEVELS["full" if exact else "proof"]
-        dtypes |= {topology: more for topology in further_topologies() if topology not in dtypes}
+        dtypes |= {topology: more for topology in rows.further_topologies() if topology not in dtypes}
     cases = [
         Case(topology=topology, pattern=pattern, dtype=dtype, seed=seed)
         for topology, own in dtypes.items()
@@ -83,7 +76,7 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
     return [c for c in cases if not globs or any(fnmatch.fnmatchcase(c.name, glob) for glob in globs)]
 
 
-def _dtypes(level: str, t: Topology) -> tuple[str, ...]:
+def _dtypes(level: str, t: rows.Topology) -> tuple[str, ...]:
     if level != "default":
         return LEVELS[level]
-    return LEVELS["full" if t.name in QUICK else "proof" if t.narrow else level]
+    return LEVELS["full" if t.name in rows.QUICK else "proof" if t.narrow else level]

@@ -190,7 +190,7 @@ def _forward(batch: Batch, x: Tensor, layers: Sequence[Sequence[Tensor]]) -> tup
     for layer, (router, up, down) in enumerate(layers):
         # The router of layer i reads the logits two experts further on: see `make_weights`.
         ids_NK = torch.where(ids >= 0, (ids - 2 * layer) % router.shape[0], -1)
-        # Not normalised over the chosen: at K = 1 that has no gradient.
+        # Not normalized over the chosen: at K = 1 that has no gradient.
         p_NE = (h @ router.T).softmax(1)
         y = dense_moe(h, ids_NK, p_NE.gather(1, ids_NK.clamp_min(0)), up, down)
         chosen.append(_Routed(sequence_N=sequence_N, p_NE=p_NE, ids_NK=ids_NK))

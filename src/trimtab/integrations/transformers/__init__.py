@@ -40,6 +40,9 @@ def register(
         copy_cost: how many slots a replica must take off the busiest rank to be worth its way; 1000 if not given.
         kernels: what multiplies, by a name of `trimtab.kernels.choose.BACKENDS`.
 
+    Models whose experts are stacked refuse, in `load_state_dict`, a checkpoint with a key per expert that would change
+    them: transformers 5.24's Trainer would go on with the experts that it began with.
+
     Calling it again with the same options is harmless; other options live under another name beside the first. A rank
     waits 300 s for the others before it says who is missing, or 9/10 of `init_process_group(timeout=)` if that is less.
 
@@ -62,6 +65,7 @@ def register(
         from transformers.distributed.expert_parallel import EPImplementationInterface
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        from transformers.modeling_utils import PreTrainedModel
     except ImportError as error:
         raise BackendError(
             f"trimtab.integrations.transformers needs transformers >= 5.23 ({install('transformers')}): {error}"
@@ -71,12 +75,14 @@ def register(
     from trimtab.integrations.transformers.lora.peft import teach_peft
     from trimtab.integrations.transformers.quantized.prequantized import add_prequantized
     from trimtab.integrations.transformers.quantized.quantizer import add_quantizer
+    from trimtab.integrations.transformers.resuming import refuse_unstacked
     from trimtab.kernels.choose import KernelChoice
 
     choice = KernelChoice(kernels)  # one for all layers: tested once
     teach_peft()
     add_quantizer()
     add_prequantized()
+    refuse_unstacked(PreTrainedModel)
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     known_ep = dict(EPImplementationInterface().items()).get(name)
     if isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP):

@@ -47,7 +47,7 @@ def experts_forward(
         replicas: of other ranks' experts, of ids from num_experts on, see `experts.replicated`. Collective then.
 
     Raises:
-        ConfigError: the module lacks the weights that its flags promise, or they are quantised; its adapters are of
+        ConfigError: the module lacks the weights that its flags promise, or they are quantized; its adapters are of
             other experts than it has.
         InputError: shapes or ids other than these; under `torch.func`'s transforms or `torch.jit.trace`.
         BackendError: the kernels fail their self-test on the device.
@@ -100,7 +100,7 @@ ATTACHED = "_attached_lora"
 """Where a module has the factors of its weights, by the weights' names, for the time of a call."""
 UPS = ("gate_up_proj", "up_proj")
 _NEEDS = (
-    "trimtab runs experts modules that hold their weights as stacked floating tensors; for quantised ones choose one "
+    "trimtab runs experts modules that hold their weights as stacked floating tensors; for quantized ones choose one "
     "of transformers' own experts implementations"
 )
 
@@ -144,7 +144,7 @@ def _read(module: nn.Module, name: str, value: Any, part: Callable[[LoraFactors]
 
 
 def _or_none(module: nn.Module, name: str) -> object:
-    try:  # Dynamo guards a getattr with a default by what the module's dict holds: not a parametrised tensor
+    try:  # Dynamo guards a getattr with a default by what the module's dict holds: not a parametrized tensor
         return getattr(module, name)
     except AttributeError:
         return None

@@ -33,7 +33,6 @@ TARGETS = {"experts": "routed experts", "attention": "attention", "router": "rou
 RENAMED = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Ends of module names that peft takes for experts of an older transformers, wherever they lie, and turns into adapters
 of the routed experts' stacks: linear layers of such names are handed over as parameters, whose names stay."""
-"""Homes of the linear layers that peft adapts; of the latter not those of such names, whose weights are no matrices."""
 WEIGHT = ".weight"
 CHOOSERS = "indexer"
 """The part of attention that chooses keys: no gradient comes there."""

@@ -18,32 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import (
-    Concatenate,
-    ConversionOps,
-    ErnieFuseAndSplitTextVisionExperts,
-    Interleave,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-)
+from transformers import core_model_loading as loading
 
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers.quantized import (
-    CODES,
-    MARK,
-    SCALES,
-    WEIGHTS,
-    codes_of,
-    dequantized_shape,
-    quantize_matrices,
-    weights_in,
-)
+from trimtab.integrations.transformers import quantized as on_module
 
 Tensors = dict[str, Any]
 """A tensor, or a list of them, by a source's pattern or a weight's name."""
-STACK = (MergeModulelist, Concatenate, ErnieFuseAndSplitTextVisionExperts)
+STACK = (loading.MergeModulelist, loading.Concatenate, loading.ErnieFuseAndSplitTextVisionExperts)
 """Steps that leave blocks of rows whole; `Interleave` leaves single rows, `Transpose` squares."""
 SCALE_INV = "_scale_inv"
 NO_WEIGHT = "activation_scale"
@@ -51,23 +33,25 @@ PAGE_OUT = 21
 """Linux's MADV_PAGEOUT: changed pages are kept, so a wrong guess costs time and nothing else."""
 
 
-class Quantize(ConversionOps):  # type: ignore[misc]
+class Quantize(loading.ConversionOps):  # type: ignore[misc]
     """Weights into codes of a format, by single matrices if the family's steps allow it, then the steps."""
 
     supports_many_to_many = True
 
-    def __init__(self, name: str, steps: Sequence[ConversionOps] = ()) -> None:
+    def __init__(self, name: str, steps: Sequence[loading.ConversionOps] = ()) -> None:
         self.name, self.steps = name, steps
 
     def convert(self, input_dict: Tensors, *, model: nn.Module, full_layer_name: str, **kwargs: Any) -> Tensors:
         kwargs |= {"model": model, "full_layer_name": full_layer_name}
         module, weight = owner(model, full_layer_name)
-        if not hasattr(module, MARK):  # this module keeps its weights
+        if not hasattr(module, on_module.MARK):  # this module keeps its weights
             return run(self.steps, input_dict, kwargs)
-        if not all(isinstance(step, (*STACK, Interleave)) for step in self.steps) or module.is_transposed:
+        if not all(isinstance(step, (*STACK, loading.Interleave)) for step in self.steps) or module.is_transposed:
             steps = with_known_transposes(self.steps, input_dict, module, weight)
             merged, turned = run(steps, input_dict, kwargs), bool(module.is_transposed)
-            pairs = {key: quantize_matrices(first(t), self.name, transposed=turned) for key, t in merged.items()}
+            pairs = {
+                key: on_module.quantize_matrices(first(t), self.name, transposed=turned) for key, t in merged.items()
+            }
             return _params({key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()})
         codes: Tensors = {}
         scales: Tensors = {}
@@ -76,17 +60,17 @@ class Quantize(ConversionOps):  # type: ignore[misc]
             codes[key], scales[key] = [], []
             while tensors:
                 matrix = tensors.pop(0)
-                pair = quantize_matrices(matrix, self.name)
+                pair = on_module.quantize_matrices(matrix, self.name)
                 _page_out(matrix)
                 codes[key].append(pair[0])
                 scales[key].append(pair[1])
         return _params(run(self.steps, codes, kwargs), run(self.steps, scales, kwargs))
 
 
-class QuantizeWhole(ConversionOps):  # type: ignore[misc]
+class QuantizeWhole(loading.ConversionOps):  # type: ignore[misc]
     """Whole weights of modules into codes of a format; what is codes already passes. rest: for those of no experts."""
 
-    def __init__(self, name: str, rest: ConversionOps | None = None) -> None:
+    def __init__(self, name: str, rest: loading.ConversionOps | None = None) -> None:
         self.name, self.rest = name, rest
 
     def convert(self, input_dict: Tensors, *, model: nn.Module, **kwargs: Any) -> Tensors:
@@ -94,34 +78,39 @@ class QuantizeWhole(ConversionOps):  # type: ignore[misc]
         for key, value in input_dict.items():
             module, weight = owner(model, key)
             made[key] = tensor = first(value)
-            if not hasattr(module, MARK):
+            if not hasattr(module, on_module.MARK):
                 made |= {} if self.rest is None else self.rest.convert({key: value}, model=model, **kwargs)
-            elif weight in WEIGHTS and tensor.is_floating_point():
-                codes, scales = quantize_matrices(tensor, self.name, transposed=bool(module.is_transposed))
+            elif weight in on_module.WEIGHTS and tensor.is_floating_point():
+                codes, scales = on_module.quantize_matrices(tensor, self.name, transposed=bool(module.is_transposed))
                 made |= _params({key: codes}, {key: scales})
         return made
 
 
-class NamedCodes(WeightRenaming):  # type: ignore[misc]
+class NamedCodes(loading.WeightRenaming):  # type: ignore[misc]
     """Codes by their name in files, to the name that a module has them by; `save_pretrained` does not come by here."""
 
     def __init__(self) -> None:
-        super().__init__(rf"({'|'.join(WEIGHTS)}){CODES}", r"\1")
+        super().__init__(rf"({'|'.join(on_module.WEIGHTS)}){on_module.CODES}", r"\1")
 
     @staticmethod
     def of(model: nn.Module) -> Tensors:
         """The model's state by its names in files. Raises ConfigError where something has cast scales."""
-        coded = [(path, module) for path, module in model.named_modules() if hasattr(module, MARK)]
-        named = {f"{path}.{name}" for path, module in coded for name, _ in weights_in(module) if codes_of(module, name)}
-        return {key + CODES * (key in named): tensor for key, tensor in model.state_dict().items()}
+        coded = [(path, module) for path, module in model.named_modules() if hasattr(module, on_module.MARK)]
+        named = {
+            f"{path}.{name}"
+            for path, module in coded
+            for name, _ in on_module.weights_in(module)
+            if on_module.codes_of(module, name)
+        }
+        return {key + on_module.CODES * (key in named): tensor for key, tensor in model.state_dict().items()}
 
 
-class KeepQuantized(ConversionOps):  # type: ignore[misc]
+class KeepQuantized(loading.ConversionOps):  # type: ignore[misc]
     """Codes and scales of a checkpoint as they are, each through the family's steps."""
 
     supports_many_to_many = True
 
-    def __init__(self, hf_quantizer: object, steps: Sequence[ConversionOps] = ()) -> None:
+    def __init__(self, hf_quantizer: object, steps: Sequence[loading.ConversionOps] = ()) -> None:
         self.hf_quantizer = hf_quantizer  # transformers looks for this name before it casts what it reads
         self.steps = steps
 
@@ -132,20 +121,20 @@ class KeepQuantized(ConversionOps):  # type: ignore[misc]
         codes = {key: listed(value) for key, value in input_dict.items() if not key.endswith(ends)}
         scales = {key.removesuffix(SCALE_INV): listed(t) for key, t in input_dict.items() if key.endswith(SCALE_INV)}
         kwargs["source_patterns"] = list(codes)
-        if not hasattr(module, MARK):
+        if not hasattr(module, on_module.MARK):
             dtype = getattr(module, weight).dtype
             return run(self.steps, {key: [t.to(dtype) for t in ts] for key, ts in codes.items()}, kwargs)
         if {key: len(ts) for key, ts in codes.items()} != {key: len(ts) for key, ts in scales.items()}:
             return {}  # `check_all_read` names the missing ones behind the last file
         steps = with_known_transposes(self.steps, codes, module, weight)
-        to = getattr(module, weight + SCALES).dtype
+        to = getattr(module, weight + on_module.SCALES).dtype
         return _params(
             run(steps, {key: [t.contiguous().view(torch.uint8) for t in ts] for key, ts in codes.items()}, kwargs),
             run(steps, {key: [as_scales(t, to) for t in ts] for key, ts in scales.items()}, kwargs),
         )
 
 
-class FlattenBlocks(ConversionOps):  # type: ignore[misc]
+class FlattenBlocks(loading.ConversionOps):  # type: ignore[misc]
     """gpt-oss's blocks [E, out, in / 32, 16] as codes [E, out, in / 2], and back."""
 
     def __init__(self, hf_quantizer: object, block: int | None = None) -> None:
@@ -157,16 +146,19 @@ class FlattenBlocks(ConversionOps):  # type: ignore[misc]
         return {target_patterns[0]: flat}
 
     @property
-    def reverse_op(self) -> ConversionOps:
+    def reverse_op(self) -> loading.ConversionOps:
         return FlattenBlocks(self.hf_quantizer, 16 if self.block is None else None)
 
 
 def makes_quantized(converter: object, model: nn.Module) -> bool:
     """True for a converter that makes experts' weights which the model has as codes."""
-    if not isinstance(converter, WeightConverter):
+    if not isinstance(converter, loading.WeightConverter):
         return False
     names = "\n".join(
-        f"{path}.{name}" for path, module in model.named_modules() if hasattr(module, MARK) for name in WEIGHTS
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if hasattr(module, on_module.MARK)
+        for name in on_module.WEIGHTS
     )
     return any(re.search(f"{target}$", names, re.MULTILINE) for target in converter._original_target_patterns)
 
@@ -181,12 +173,12 @@ def quantizing(converters: Iterable[Any], model: nn.Module, name: str) -> list[A
     ]
 
 
-def keeping_quantized(converter: WeightConverter, quantizer: object) -> WeightConverter:
+def keeping_quantized(converter: loading.WeightConverter, quantizer: object) -> loading.WeightConverter:
     """A converter of experts' weights that takes FP8 codes and their scales from the checkpoint instead.
 
     Raises ConfigError where its steps take blocks apart.
     """
-    if not all(isinstance(step, (*STACK, Transpose)) for step in converter.operations):
+    if not all(isinstance(step, (*STACK, loading.Transpose)) for step in converter.operations):
         raise ConfigError(f"codes in blocks do not go through {converter.operations}, by which this family is read")
     sources, targets = patterns(converter)
     ends = [*(source + SCALE_INV for source in sources)]
@@ -194,25 +186,25 @@ def keeping_quantized(converter: WeightConverter, quantizer: object) -> WeightCo
     return converter.copy([*sources, *ends], targets, operations=[KeepQuantized(quantizer, converter.operations)])
 
 
-def patterns(converter: WeightConverter) -> tuple[list[str], list[str]]:
+def patterns(converter: loading.WeightConverter) -> tuple[list[str], list[str]]:
     return list(converter._original_source_patterns), list(converter._original_target_patterns)
 
 
 def with_known_transposes(
-    steps: Sequence[ConversionOps], tensors: Tensors, module: nn.Module, weight: str
-) -> list[ConversionOps]:
+    steps: Sequence[loading.ConversionOps], tensors: Tensors, module: nn.Module, weight: str
+) -> list[loading.ConversionOps]:
     """The steps; a transpose that would look at the module's shape, which is that of codes, is made certain or left
     out, by the shape that the codes stand for."""
-    turn = tuple(first(next(iter(tensors.values()))).shape[-2:]) != dequantized_shape(module, weight)
-    looks = [isinstance(step, Transpose) and step.check_dims for step in steps]
+    turn = tuple(first(next(iter(tensors.values()))).shape[-2:]) != on_module.dequantized_shape(module, weight)
+    looks = [isinstance(step, loading.Transpose) and step.check_dims for step in steps]
     return [
-        Transpose(step.dim0, step.dim1) if look else step
+        loading.Transpose(step.dim0, step.dim1) if look else step
         for step, look in zip(steps, looks, strict=True)
         if turn or not look
     ]
 
 
-def run(steps: Sequence[ConversionOps], tensors: Tensors, kwargs: dict[str, Any]) -> Tensors:
+def run(steps: Sequence[loading.ConversionOps], tensors: Tensors, kwargs: dict[str, Any]) -> Tensors:
     """The result of all steps; one tensor of no steps by its new name."""
     for step in steps:
         tensors = step.convert(tensors, **kwargs)
@@ -260,5 +252,5 @@ def first(value: Any) -> Tensor:
 
 def _params(codes: Tensors, scales: Tensors) -> Tensors:
     """Frozen parameters, by the names that a module has them."""
-    by_name = codes | {key + SCALES: value for key, value in scales.items()}
+    by_name = codes | {key + on_module.SCALES: value for key, value in scales.items()}
     return {key: nn.Parameter(first(value), requires_grad=False) for key, value in by_name.items()}

@@ -24,21 +24,8 @@ from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.experts import is_ours
-from trimtab.integrations.transformers.quantized import WEIGHTS, check_all_read, plan_scales
-from trimtab.integrations.transformers.quantized.conversion import (
-    FlattenBlocks,
-    KeepQuantized,
-    keeping_quantized,
-    makes_quantized,
-)
-from trimtab.integrations.transformers.quantized.quantizer import (
-    METHOD,
-    QuantizedExpertsConfig,
-    allocate_experts,
-    dequantize_experts,
-    experts_in,
-    mark_quantized,
-)
+from trimtab.integrations.transformers.quantized import WEIGHTS, check_all_read, conversion, plan_scales
+from trimtab.integrations.transformers.quantized import quantizer as quantizing
 
 FP8_METHODS = ("fp8", "mxfp8")
 MXFP4_METHOD = "mxfp4"
@@ -82,12 +69,12 @@ class PrequantizedFP8(_Prequantized, FineGrainedFP8HfQuantizer):  # type: ignore
         super()._process_model_before_weight_loading(model, **kwargs)
         if not self.keeps:
             return
-        modules = experts_in(model, self.modules_to_not_convert)
+        modules = quantizing.experts_in(model, self.modules_to_not_convert)
         for module in modules:
             if bool(module.is_transposed) or not module.is_concatenated:
                 raise ConfigError(refusal(f"{type(module).__name__} holds its weights transposed or interleaved"))
         try:
-            allocate_experts(model, modules, self.own_format())
+            quantizing.allocate_experts(model, modules, self.own_format())
         except ConfigError as error:
             raise ConfigError(refusal(str(error))) from error
 
@@ -102,15 +89,17 @@ class PrequantizedFP8(_Prequantized, FineGrainedFP8HfQuantizer):  # type: ignore
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
         if not self.keeps:
             return list(super().update_weight_conversions(weight_conversions, model))
-        experts = [converter for converter in weight_conversions if makes_quantized(converter, model)]
+        experts = [converter for converter in weight_conversions if conversion.makes_quantized(converter, model)]
         rest = [converter for converter in weight_conversions if converter not in experts]
-        kept = [keeping_quantized(converter, self) for converter in experts]
+        kept = [conversion.keeping_quantized(converter, self) for converter in experts]
         made = {target for converter in experts for target in converter._original_target_patterns}
         for name in WEIGHTS:  # a family without converters has its weights stacked
             stacked = rf"\.experts\.{name}"
             if not any(target.endswith(name) for target in made):
                 kept.append(
-                    WeightConverter([stacked, f"{stacked}_scale_inv"], f".experts.{name}", [KeepQuantized(self)])
+                    WeightConverter(
+                        [stacked, f"{stacked}_scale_inv"], f".experts.{name}", [conversion.KeepQuantized(self)]
+                    )
                 )
         return kept + list(super().update_weight_conversions(rest, model))
 
@@ -118,7 +107,9 @@ class PrequantizedFP8(_Prequantized, FineGrainedFP8HfQuantizer):  # type: ignore
         done = super().postprocess_model(model, **kwargs)
         if self.keeps:
             check_all_read(model)
-            mark_quantized(model, QuantizedExpertsConfig(self.own_format(), quant_method=METHOD))
+            quantizing.mark_quantized(
+                model, quantizing.QuantizedExpertsConfig(self.own_format(), quant_method=quantizing.METHOD)
+            )
         return done
 
 
@@ -133,7 +124,7 @@ class PrequantizedMXFP4(_Prequantized, Mxfp4HfQuantizer):  # type: ignore[misc]
         self.modules_to_not_convert = self.get_modules_to_not_convert(
             model, self.quantization_config.modules_to_not_convert, model._keep_in_fp32_modules
         )
-        allocate_experts(model, experts_in(model, self.modules_to_not_convert), "mxfp4")
+        quantizing.allocate_experts(model, quantizing.experts_in(model, self.modules_to_not_convert), "mxfp4")
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.keeps and bool(super().param_needs_quantization(model, param_name, **kwargs))
@@ -142,7 +133,7 @@ class PrequantizedMXFP4(_Prequantized, Mxfp4HfQuantizer):  # type: ignore[misc]
         if not self.keeps:
             return list(super().get_weight_conversions())
         names = (f".experts.{name}" for name in WEIGHTS)
-        return [WeightConverter(f"{name}_blocks", name, [FlattenBlocks(self)]) for name in names]
+        return [WeightConverter(f"{name}_blocks", name, [conversion.FlattenBlocks(self)]) for name in names]
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
         return (None, {}) if self.keeps else super().get_state_dict_and_metadata(model)
@@ -152,7 +143,7 @@ class PrequantizedMXFP4(_Prequantized, Mxfp4HfQuantizer):  # type: ignore[misc]
         return super()._process_model_after_weight_loading(model, **kwargs)
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        return dequantize_experts(model, dtype)
+        return quantizing.dequantize_experts(model, dtype)
 
     @property
     def is_trainable(self) -> bool:
@@ -179,7 +170,7 @@ def prequantized_format(config: Any) -> str | None:
     given: Any = getattr(config, "quantization_config", None) or {}
     given = given if isinstance(given, dict) else given.to_dict()
     method = getattr(given.get("quant_method"), "value", given.get("quant_method"))
-    if method == METHOD:
+    if method == quantizing.METHOD:
         return str(given["format"])
     if method == MXFP4_METHOD or (method in FP8_METHODS and given.get("expert_dtype") == "fp4"):
         return "mxfp4"

@@ -26,25 +26,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
 from trimtab.experts.quantized import FORMATS
+from trimtab.integrations.transformers import quantized as on_module
 from trimtab.integrations.transformers.experts import is_ours
-from trimtab.integrations.transformers.quantized import (
-    MARK,
-    WEIGHTS,
-    allocate_params,
-    check_all_read,
-    codes_of,
-    dequantize_params,
-    plan_scales,
-    quantize_param,
-    weights_in,
-)
-from trimtab.integrations.transformers.quantized.conversion import (
-    NamedCodes,
-    QuantizeWhole,
-    makes_quantized,
-    owner,
-    quantizing,
-)
+from trimtab.integrations.transformers.quantized import conversion
 
 METHOD = "trimtab_experts"
 BESIDE = "bitsandbytes"  # for linear layers
@@ -103,30 +87,30 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         )
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
-        plan_scales(model, plan)
+        on_module.plan_scales(model, plan)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        module, name = owner(model, param_name)
-        ours = not self.pre_quantized and name in WEIGHTS and hasattr(module, MARK)
+        module, name = conversion.owner(model, param_name)
+        ours = not self.pre_quantized and name in on_module.WEIGHTS and hasattr(module, on_module.MARK)
         return ours or bool(self.rest.param_needs_quantization(model, param_name, **kwargs))
 
     def get_quantize_ops(self) -> ConversionOps:
-        return QuantizeWhole(self.quantization_config.format, self.rest.get_quantize_ops())
+        return conversion.QuantizeWhole(self.quantization_config.format, self.rest.get_quantize_ops())
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
         if self.pre_quantized:  # codes are saved as the model has them
-            kept = [converter for converter in weight_conversions if not makes_quantized(converter, model)]
-            return [NamedCodes(), *self.rest.update_weight_conversions(kept, model)]
-        return quantizing(weight_conversions, model, self.quantization_config.format)
+            kept = [converter for converter in weight_conversions if not conversion.makes_quantized(converter, model)]
+            return [conversion.NamedCodes(), *self.rest.update_weight_conversions(kept, model)]
+        return conversion.quantizing(weight_conversions, model, self.quantization_config.format)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        check_all_read(model)
+        on_module.check_all_read(model)
         self.rest._process_model_after_weight_loading(model, **kwargs)
         mark_quantized(model, self.quantization_config, self.rest)
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
-        return NamedCodes.of(model), {}
+        return conversion.NamedCodes.of(model), {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         self.rest._dequantize(model, dtype=dtype)
@@ -186,7 +170,7 @@ def allocate_experts(model: nn.Module, modules: list[nn.Module], name: str) -> N
     if layout is not None and getattr(layout, "fsdp_mixed_precision", False):
         raise ConfigError("fsdp_mixed_precision would round the scales of codes: pass dtype='bfloat16' instead")
     for module in modules:
-        allocate_params(module, name)
+        on_module.allocate_params(module, name)
         module.register_forward_pre_hook(keep_others_out)
         module._is_hf_initialized = True  # type: ignore[assignment]  # what was not read is not drawn
 
@@ -202,8 +186,8 @@ def check_ours(modules: list[nn.Module], name: str) -> None:
 
 def keep_others_out(module: nn.Module, args: Any) -> None:
     """A hook before the forward: raise ConfigError where another implementation was set since, and codes are left."""
-    if hasattr(module, MARK):
-        check_ours([module], getattr(module, MARK)[0])
+    if hasattr(module, on_module.MARK):
+        check_ours([module], getattr(module, on_module.MARK)[0])
 
 
 def check_rest(method: Any) -> None:
@@ -220,7 +204,9 @@ def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer
     """Mark a model that has codes as one: its config says so, and `save_pretrained` writes them as they are. rest: the
     quantizer of its linear layers."""
     plain = [
-        name for name, module in model.named_modules() if is_transformers_experts(module) and not hasattr(module, MARK)
+        name
+        for name, module in model.named_modules()
+        if is_transformers_experts(module) and not hasattr(module, on_module.MARK)
     ]
     config.modules_to_not_convert = [name.removeprefix(f"{model.base_model_prefix}.") for name in plain] or None
     quantizer = ExpertsQuantizer(config, rest, pre_quantized=True)
@@ -233,8 +219,8 @@ def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer
     model._weight_conversions = [
         converter
         for converter in used
-        if not isinstance(converter, NamedCodes)
-        and not makes_quantized(converter, model)
+        if not isinstance(converter, conversion.NamedCodes)
+        and not conversion.makes_quantized(converter, model)
         and not any(getattr(op, "hf_quantizer", None) is quantizer.rest for op in getattr(converter, "operations", ()))
     ]
 
@@ -255,14 +241,14 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
     theirs: Any = getattr(model, "hf_quantizer", None)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError("experts are quantized before fully_shard, or while from_pretrained reads them")
-    if any(codes_of(module, weight) for module in found for weight, _ in weights_in(module)):
+    if any(on_module.codes_of(module, weight) for module in found for weight, _ in on_module.weights_in(module)):
         raise ConfigError(f"the experts of {type(model).__name__} are codes already")
     check_ours(found, name)
     if theirs is not None:
         check_rest(theirs.quantization_config.quant_method)
     for module in found:
-        for weight, _ in list(weights_in(module)):
-            quantize_param(module, weight, name)
+        for weight, _ in list(on_module.weights_in(module)):
+            on_module.quantize_param(module, weight, name)
         module.register_forward_pre_hook(keep_others_out)
     if isinstance(model, PreTrainedModel):
         mark_quantized(model, config, theirs)
@@ -279,14 +265,14 @@ def dequantize_experts(model: nn.Module, dtype: torch.dtype | str | None = None)
     Raises:
         ConfigError: the model has no experts of codes, or is sharded by FSDP.
     """
-    found = [module for module in model.modules() if hasattr(module, MARK)]
+    found = [module for module in model.modules() if hasattr(module, on_module.MARK)]
     if not found:
         raise ConfigError(f"{type(model).__name__} has no experts of codes")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError("codes that FSDP shards are not taken out: save the model, and load it without FSDP")
     to: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a saved config has its name
     for module in found:
-        dequantize_params(module, to)
+        on_module.dequantize_params(module, to)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and isinstance(getattr(module, "hf_quantizer", None), HfQuantizer):
             rest: Any = getattr(module.hf_quantizer, "rest", None)

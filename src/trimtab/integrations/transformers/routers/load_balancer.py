@@ -16,15 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
+from trimtab.integrations.transformers.routers import selection_bias
 from trimtab.integrations.transformers.routers.find import find_routers
 from trimtab.integrations.transformers.routers.observe import Observed, observing
-from trimtab.integrations.transformers.routers.selection_bias import (
-    HeldBias,
-    add_selection_bias,
-    check_quantile,
-    check_saved,
-    save_with_peft,
-)  # fmt: skip
 from trimtab.routing.balance import stepped_bias
 from trimtab.routing.config import BIAS_RULES
 from trimtab.routing.losses import Groups, StepTotals
@@ -97,7 +91,7 @@ class LoadBalancer:
         if isinstance(add_bias, bool):
             check_flags(add_bias=add_bias)
         if add_bias:
-            add_selection_bias(places, None if add_bias is True else Path(add_bias))
+            selection_bias.add_selection_bias(places, None if add_bias is True else Path(add_bias))
         biased = [place for place in places if place.bias or (add_bias and hasattr(place.module, ADDED))]
         if bias is not None and not biased:
             raise ConfigError(
@@ -106,9 +100,9 @@ class LoadBalancer:
             )
         if bias == "quantile":
             for place in biased:
-                check_quantile(place)
-        held = {place.name: HeldBias(place) for place in biased if bias or not place.bias}
-        save_with_peft(model, held.values())
+                selection_bias.check_quantile(place)
+        held = {place.name: selection_bias.HeldBias(place) for place in biased if bias or not place.bias}
+        selection_bias.save_with_peft(model, held.values())
         self._biases = held if bias else {}
         self._loads = Loads()
         self._quantiles = Quantiles({name: b.read for name, b in self._biases.items()} if bias == "quantile" else {})
@@ -153,7 +147,7 @@ class LoadBalancer:
         """End an optimizer step: move the biases, forget the step's counts, and return them: slots per expert on all
         ranks, [E] int64 by router. Every rank calls; one all-reduce, with "quantile" two."""
         if self._biases:
-            check_saved(self._model)
+            selection_bias.check_saved(self._model)
         loads = {name: counts[:-1] for name, counts in self._loads.take(self.group).items()}
         required = self._quantiles.take(self.group)
         for name, bias in self._biases.items():

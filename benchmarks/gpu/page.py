@@ -1,0 +1,112 @@
+"""The page of a run: verdicts, what was decided, and the numbers. Written anew after each stage, of what is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.layers import DEFAULT, FUSED, TOKENS
+from benchmarks.subject import BOTH, FORWARD
+
+BAR = 1.25
+"""How much faster the fused products must be than the default, forward and backward, to stay."""
+RULE = (
+    f'The fused Triton products (kernels "{FUSED}") stay where a GPU has shown them at {BAR} times the speed of '
+    f'PyTorch\'s grouped GEMM with Triton between ("{DEFAULT}"), forward and backward of {TOKENS[-1]:,} tokens, on '
+    "every shape, with right numbers. Until then they are an option by name."
+)
+
+
+def measured(out: Path) -> dict[str, dict[str, Any]]:
+    """Stage -> what it found."""
+    return {path.stem.partition("_")[2]: json.loads(path.read_text()) for path in sorted(out.glob("[0-9]_*.json"))}
+
+
+def decision(run: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
+    """What the rule says of this GPU, in one sentence."""
+    if run["device"] != "cuda":
+        return "Not decided: a rehearsal on the CPU."
+    status = {one["stage"]: one["status"] for one in run["outcomes"]}
+    if "failed" in (status.get("kernels"), status.get("layers")):
+        return "Not decided, so they stay an option by name: the numbers of this run are not right, see the verdicts."
+    rows = found.get("layers", {}).get("rows", [])
+    times = {
+        (row["shape"], row["name"]): row["ms"][BOTH] for row in rows if row["tokens"] == TOKENS[-1] and "ms" in row
+    }
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    pairs = [(times.get((shape, f"trimtab {DEFAULT}")), times.get((shape, f"trimtab {FUSED}"))) for shape in shapes]
+    ratios = {
+        shape: default / fused for shape, (default, fused) in zip(shapes, pairs, strict=True) if default and fused
+    }
+    said = ", ".join(f"{ratio:.2f} ({shape})" for shape, ratio in ratios.items())
+    if status.get("kernels") != "ok" or not shapes or len(ratios) < len(shapes):
+        return f"Not decided, so they stay an option by name: not every shape was raced{f'; {said}' if said else ''}."
+    if min(ratios.values()) >= BAR:
+        return f"They stay, and are the faster choice on this GPU: {said} times."
+    if max(ratios.values()) < BAR:
+        return f"They go: {said} times, below {BAR} on every shape."
+    return f"They stay an option by name: {said} times, {BAR} on some shapes alone."
+
+
+def page(out: Path) -> str:
+    """Markdown."""
+    run, found = json.loads((out / "run.json").read_text()), measured(out)
+    machine = found.get("machine", {})
+    parts = [
+        "# A GPU, measured",
+        f"`python -m benchmarks gpu --minutes {run['minutes']:g}{'' if run['device'] == 'cuda' else ' --device cpu'}`",
+        f"{machine.get('device', 'No device was described')}. {machine.get('words', '')}. Revision "
+        f"{machine.get('machine', {}).get('revision') or 'unknown (a copy of the tree)'}.",
+        _table(("stage", "says", "verdict", "s"),
+               [(o["stage"], o["status"], o["verdict"], f"{o['seconds']:.0f}") for o in run["outcomes"]]),
+        f"## Decided\n\n{RULE}\n\n**{decision(run, found)}**",
+    ]  # fmt: skip
+    if rows := found.get("layers", {}).get("rows"):
+        parts.append("## Layers")
+        parts.append("Median of turns, by CUDA events; weights shared between contestants; memory beyond what was "
+                     "there before a step, gradients of weights included.")  # fmt: skip
+        parts.append(_table(
+            ("shape", "tokens", "contestant", "forward, ms", "TFLOP/s", "forward+backward, ms", "TFLOP/s", "peak, GiB"),
+            [_layer(row) for row in rows],
+        ))  # fmt: skip
+    if backends := found.get("profile", {}).get("backends"):
+        parts.append(f"## One step, {found['profile']['shape']}, {found['profile']['tokens']:,} tokens")
+        parts.append(_table(
+            ("contestant", "launches", "host waits", "kernels, ms", "the longest (times, ms)"),
+            [_profile(name, one) for name, one in backends.items()],
+        ))  # fmt: skip
+    if tiles := found.get("tiles", {}).get("rows"):
+        parts.append(f"## Tiles, {found['tiles']['tokens']:,} tokens")
+        parts.append(_table(
+            ("launch", "tiles", "ships", "ms", "TFLOP/s"),
+            [(r["launch"], r["tiles"], "yes" if r["ships"] else "", *_rate(r)) for r in tiles],
+        ))  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+def _layer(row: dict[str, Any]) -> Sequence[str]:
+    who = (row["shape"], f"{row['tokens']:,}", row["name"])
+    if "ms" not in row:
+        return (*who, row["failed"], "", "", "", "")
+    times = [text for mode in (FORWARD, BOTH) for text in (f"{row['ms'][mode]:.3f}", f"{row['teraflops'][mode]:.0f}")]
+    return (*who, *times, "" if row.get("peak") is None else f"{row['peak'] / 2**30:.2f}")
+
+
+def _profile(name: str, one: dict[str, Any]) -> Sequence[str]:
+    if "launches" not in one:
+        return (name, one["failed"], "", "", "")
+    longest = "; ".join(f"`{kernel[:48]}` ({count}, {ms:.3f})" for kernel, count, ms in one["kernels"][:5])
+    return (name, str(one["launches"]), str(one["waits"]), f"{one['ms']:.3f}", longest)
+
+
+def _rate(row: dict[str, Any]) -> tuple[str, str]:
+    return (f"{row['ms']:.3f}", f"{row['teraflops']:.0f}") if "ms" in row else (row["failed"], "")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )

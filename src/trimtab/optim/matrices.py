@@ -1,0 +1,128 @@
+"""The matrices of a model: the layout of each parameter, or why Muon does not take it.
+
+An allowlist by the modules that hold parameters. A shape alone tells nothing: expert biases [E, 2F] look like a matrix,
+and so do stacks [E F, D]. Classes are found by `__mro__`: FSDP2 puts one of its own before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from trimtab.checkpoint.state import is_transformers_experts, plain_name, unwrapped
+from trimtab.errors import ConfigError
+from trimtab.experts.grouped_module import GroupedModule
+from trimtab.experts.lora import ExpertAdapter
+from trimtab.experts.shared import Projection
+from trimtab.integrations.transformers.summary import kinds
+from trimtab.optim.fused import of_linear
+from trimtab.optim.layout import Layout
+
+Rule = Literal["adamw", "muon"]
+Layouts = Mapping[str, Layout | None]
+HEADS = ("lm_head", "head", "output", "output_layer", "embed_out", "score", "classifier", "qa_outputs", "v_head")
+"""Names of linear layers that end a model, beside what it calls its output embeddings."""
+ROUTERS = ("Router", "TopKGating", "TopKGate")
+"""Endings of classes that hold nothing but a router, beside what lies beside experts under a router's name."""
+CLASSES: dict[str, dict[str, tuple[int, bool, str]]] = {
+    "Llama4TextExperts": {"gate_up_proj": (2, True, ""), "down_proj": (1, True, "")},
+    "Step3p7Experts": {"gate_up_proj": (2, False, ""), "down_proj": (1, False, "")},
+    "DbrxExpertGLU": {
+        "w1": (1, False, "moe_num_experts"), "v1": (1, False, "moe_num_experts"), "w2": (1, True, "moe_num_experts"),
+    },
+    "JetMoeMoE": {"input_linear.weight": (2, False, "")},
+    "JetMoeParallelExperts": {"weight": (1, False, "")},
+    "InklingSharedExperts": dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (1, False, "")),
+    "DeepseekV4GroupedLinear": {"weight": (1, False, "n_groups")},
+    "GroupedExperts": dict.fromkeys(("w1", "w2", "w3"), (1, False, "")),
+}  # fmt: skip
+"""Classes without flags: how many parts of each weight follow each other, whether it is in x out, and the attribute
+that says how many matrices lie in its first dim."""
+
+
+class Found(NamedTuple):
+    """A parameter's name, its layout, and what it is: where there is no layout, why."""
+
+    name: str
+    layout: Layout | None
+    what: str
+
+
+def find_matrices(
+    model: nn.Module, *, router: Rule = "adamw", lora: Rule = "adamw", layouts: Layouts | None = None
+) -> dict[nn.Parameter, Found]:
+    """Every parameter of the model, frozen ones too, which may be trained later. See `trimtab.optim.Muon`.
+
+    Raises:
+        ConfigError: a layout of `layouts` that does not fit, or a pattern that no parameter's name has.
+    """
+    inner, told = unwrapped(model), dict(layouts or {})
+    kind_of, modules = kinds(inner), dict(inner.named_modules(remove_duplicate=False))
+    found: dict[nn.Parameter, Found] = {}
+    for path, module in modules.items():
+        around = [modules[path[:end]] for end in range(len(path)) if not end or path[end] == "."]
+        for own, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = plain_name(f"{path}.{own}".lstrip("."))
+            pattern = next((pattern for pattern in told if fnmatchcase(name, pattern)), None)
+            if pattern is not None:
+                new = Found(name, told[pattern], "told")
+            else:
+                routes = any(cls.__name__.endswith(ROUTERS) for m in (*around, module) for cls in type(m).__mro__)
+                kind = "router" if routes else kind_of(f"{path}.{own}")
+                new = Found(name, *_layout(around, name.split("."), module, param, kind, router, lora))
+            if new.layout is not None and (param.ndim < 2 or not new.layout.fits(param.shape)):
+                raise ConfigError(f"{name} {tuple(param.shape)} is not made of matrices as {new.layout} says")
+            before = found.get(param)  # of two owners: what was told, then what is none of Muon's
+            if before is None or (before.what != "told" and (pattern is not None or new.layout is None)):
+                found[param] = new
+    names = [entry.name for entry in found.values() if entry.what == "told"]
+    if unused := [pattern for pattern in told if not any(fnmatchcase(name, pattern) for name in names)]:
+        raise ConfigError(f"layouts= has {unused}, and no parameter has such a name")
+    return found
+
+
+def _layout(
+    around: Sequence[nn.Module], path: Sequence[str], module: nn.Module, param: nn.Parameter, kind: str, router: Rule,
+    lora: Rule,
+) -> tuple[Layout | None, str]:  # fmt: skip
+    """(layout, what it is)."""
+    own, name = path[-1], path[-2] if len(path) > 1 else ""
+    rows = Layout((param.shape[-2],)) if param.ndim > 1 and min(param.shape[-2:]) > 1 else None
+    if rows is None or not param.is_floating_point():
+        return None, "vector" if param.is_floating_point() else "no values"
+    if isinstance(module, nn.Embedding) or kind == "embeddings" or name in HEADS:
+        return None, "embedding" if isinstance(module, nn.Embedding) else "head"
+    linear = module if isinstance(module, nn.Linear) and own == "weight" else None
+    if isinstance(module, ExpertAdapter) or any(part.startswith("lora_") for part in path):
+        return rows if lora == "muon" and (linear or isinstance(module, ExpertAdapter)) else None, "LoRA"
+    if kind == "router":
+        return rows if router == "muon" and own == "weight" and param.ndim == 2 else None, "router"
+    if isinstance(module, GroupedModule):  # gate and up of ours have a dim of their own
+        return None if "bias" in own or own.endswith("_scales") else rows, "experts"
+    if is_transformers_experts(module):
+        held: Any = module
+        known = own in ("gate_up_proj", "up_proj", "down_proj")
+        gated = own == "gate_up_proj"
+        return _stack(
+            param, 1 + gated, held.is_transposed, turns=gated and not held.is_concatenated
+        ) if known else None, "experts"
+    for at, key in ((around[-1:], f"{name}.{own}"), ([module], own)):
+        for cls in (cls for m in at for cls in type(m).__mro__):
+            if key in (row := CLASSES.get(cls.__name__, {})):
+                parts, transposed, stacks = row[key]
+                return _stack(param, parts, transposed, getattr(module, stacks) if stacks else 1), "experts"
+    if linear is None:
+        return None, f"of {type(module).__name__}"
+    if type(linear).forward not in (nn.Linear.forward, Projection.forward):
+        return None, f"{type(linear).__name__}, a layer of its own"
+    layout = of_linear(name, around[-1] if around else module, linear)
+    return layout, "several projections of sizes not known" if layout is None else "dense"
+
+
+def _stack(param: nn.Parameter, parts: int, transposed: bool, stacks: int = 1, turns: bool = False) -> Layout:
+    axis = -1 if transposed else -2
+    rows = param.shape[axis] // (1 if transposed else stacks) // parts
+    return Layout((1 if turns else rows,) * parts, axis, rows if turns else 1, stacks=stacks)

@@ -1,0 +1,227 @@
+"""Muon for the matrices that a model is made of, AdamW for the rest: one `torch.optim.Optimizer`.
+
+    B <- B + (1 - momentum) (g - B);    U = g + momentum (B - g), or B without Nesterov
+    p <- p (1 - lr weight_decay) - lr s(out, in) NewtonSchulz(U)          of each matrix, see `trimtab.optim.layout`
+
+s is 0.2 sqrt(max(out, in)) ("match_rms_adamw": updates as large as AdamW's) or sqrt(max(1, out / in)) ("original"), of
+one matrix in its out x in sense. Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from trimtab.errors import ConfigError
+from trimtab.optim.describe import described
+from trimtab.optim.layout import Layout
+from trimtab.optim.matrices import Found, Layouts, Rule, find_matrices
+from trimtab.optim.newton_schulz import KELLER, Coefficients, NewtonSchulz, plain
+from trimtab.parallel.meshes import local_part
+
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "match_rms_adamw": lambda outs, ins: 0.2 * math.sqrt(max(outs, ins)),
+    "original": lambda outs, ins: math.sqrt(max(1, outs / ins)),
+}
+"""`adjust_lr_fn` of torch.optim.Muon by name, of one matrix."""
+MOST = {"cpu": 8 << 20}
+"""Bytes of an operand of Newton-Schulz: on a CPU larger ones are paged in anew at each product."""
+MOST_ELSEWHERE = 256 << 20
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for experts and dense projections, AdamW for embeddings, heads, vectors and what is not known.
+
+    Args:
+        model: whole, after `parallelize`, `fully_shard` or `from_pretrained`: the modules tell which matrices their
+            parameters are made of, and `print(optimizer)` what was found.
+        lr: of all groups; with "match_rms_adamw" what suits AdamW.
+        weight_decay: of all but vectors and biases.
+        momentum, nesterov: of Muon.
+        adjust_lr_fn: the scale, see the module's head; torch.optim.Muon's default is "original".
+        newton_schulz: `plain`, `gram`, or one's own, see `trimtab.optim.newton_schulz.NewtonSchulz`.
+        coefficients: of its steps: `KELLER`, `POLAR_EXPRESS`, or others.
+        ns_dtype: what it computes in.
+        betas, eps: of AdamW.
+        adamw_lr: of AdamW's groups, `lr` if not given.
+        router: whose routers are. Moonlight, GLM-4.5 and DeepSeek-V4 say Muon, others AdamW.
+        lora: whose LoRA factors are.
+        layouts: of parameters by patterns of their names, `{"*.fc1.weight": Layout((hidden, hidden))}`, for modules
+            that are not known, or known otherwise; None for AdamW.
+
+    Groups have a `rule`: "muon", "adamw", and "adamw" without decay. State is of a parameter's shape and placement and
+    has torch's names: `momentum_buffer`; `step`, `exp_avg`, `exp_avg_sq`. On the CPU float32 parameters get the bits of
+    torch.optim.Muon on each of their matrices. Every rank that holds a part of a parameter must call `step`.
+
+    Raises:
+        ConfigError: parameters in the place of the model, an option out of its range, a layout that does not fit.
+    """
+
+    def __init__(
+        self, model: nn.Module, lr: float | Tensor = 3e-4, *, weight_decay: float = 0.1, momentum: float = 0.95,
+        nesterov: bool = True, adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        newton_schulz: NewtonSchulz = plain, coefficients: Coefficients = KELLER,
+        ns_dtype: torch.dtype = torch.bfloat16, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+        adamw_lr: float | Tensor | None = None, router: Rule = "adamw", lora: Rule = "adamw",
+        layouts: Layouts | None = None,
+    ) -> None:  # fmt: skip
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"Muon takes the model, not {type(model).__name__}: which matrices a parameter is made of (gate and up "
+                "in one, stacks, in x out) is told by the module that holds it. Pass model, not model.parameters()"
+            )
+        if adjust_lr_fn not in SCALES or not {router, lora} <= {"adamw", "muon"}:
+            raise ConfigError(f"{adjust_lr_fn=} is one of {tuple(SCALES)}, {router=} and {lora=} of ('adamw', 'muon')")
+        if min(float(lr), weight_decay, momentum, eps, *betas) < 0 or max(momentum, *betas) >= 1:
+            raise ConfigError(f"{lr=}, {weight_decay=} and {eps=} are at least 0, {momentum=} and {betas=} in [0, 1)")
+        self.newton_schulz, self.coefficients, self.ns_dtype = newton_schulz, tuple(coefficients), ns_dtype
+        self._find = partial(find_matrices, model, router=router, lora=lora, layouts=layouts)
+        self._found = self._find()
+        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {(True, True): [], (False, True): [], (False, False): []}
+        for param, found in self._found.items():
+            if param.requires_grad:
+                muons = found.layout is not None
+                groups[muons, muons or (param.ndim > 1 and not found.name.endswith("bias"))].append(param)
+        own = lr if adamw_lr is None else adamw_lr
+        super().__init__(
+            [
+                {
+                    "params": params, "rule": "muon" if muons else "adamw", "lr": lr if muons else own,
+                    "weight_decay": weight_decay if decays else 0.0,
+                }
+                for (muons, decays), params in groups.items() if params
+            ],
+            {
+                "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+                "adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "fused": True,
+            },
+        )  # fmt: skip
+
+    def found(self, param: nn.Parameter) -> Found:
+        """What a parameter is made of. Raises ConfigError: it is not of the model."""
+        if param not in self._found:
+            self._found = self._find()  # wrappers may have put others there
+        if param not in self._found:
+            raise ConfigError(f"a parameter {tuple(param.shape)} is not of the model that this optimizer was made for")
+        return self._found[param]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, of parameters that are trained from now on. Without a "rule" it is "muon" if all are matrices.
+
+        Raises:
+            ConfigError: "muon" for one that is no matrices, or one that is not of the model.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        others = [found for found in map(self.found, group["params"]) if found.layout is None]
+        if others and group.setdefault("rule", "adamw") == "muon":
+            raise ConfigError(f"{others[0].name} is not Muon's ({others[0].what}): see layouts=, or take rule='adamw'")
+        group.setdefault("rule", "muon")
+        self.param_groups.append(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient; returns what the closure returns."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            (self._muon if group["rule"] == "muon" else self._adamw)(params, group)
+        return loss
+
+    def _muon(self, params: Iterable[nn.Parameter], group: Mapping[str, Any]) -> None:
+        lr, scale = float(group["lr"]), SCALES[group["adjust_lr_fn"]]
+        for layout, bucket in self._buckets(params):
+            updates = [self._update(param, group) for param in bucket]
+            self._orthogonalize(updates, layout)
+            alphas = [-(lr * scale(outs, ins)) for _, outs, ins in layout.matrices(bucket[0].shape)]
+            for param, update in zip(bucket, updates, strict=True):
+                local = local_part(param).mul_(1 - lr * group["weight_decay"])
+                for first, length, alpha in layout.runs(alphas):
+                    rows, new = (layout.rows(t, first, length) for t in (local, update))
+                    rows.add_(new, alpha=alpha)
+
+    def _buckets(self, params: Iterable[nn.Parameter]) -> Iterator[tuple[Layout, list[nn.Parameter]]]:
+        """Parameters alike in layout, shape, dtype, device and placement, as many as `MOST` bytes hold, or one."""
+        alike: dict[Any, list[nn.Parameter]] = {}
+        for param in params:
+            placed = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
+            key = self.found(param).layout, param.shape, param.dtype, param.device, placed
+            alike.setdefault(key, []).append(param)
+        for (layout, *_), each in alike.items():
+            number = _at_once(local_part(each[0]), each[0].dtype)
+            yield from ((layout, each[first : first + number]) for first in range(0, len(each), number))
+
+    def _update(self, param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+        """U of the module's head, of what this rank has of a parameter: contiguous, in memory of its own."""
+        state, grad = self.state[param], param.grad
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        buffer, momentum = local_part(state["momentum_buffer"]), group["momentum"]
+        assert grad is not None
+        new = local_part(grad).to(buffer.dtype)
+        buffer.lerp_(new, 1 - momentum)
+        return (new.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()).contiguous()
+
+    def _orthogonalize(self, updates: Sequence[Tensor], layout: Layout) -> None:
+        """Newton-Schulz of each matrix, in place. updates: contiguous, alike, every matrix whole."""
+        for views in zip(*map(layout.views, updates), strict=True):
+            all_Brsn = torch.cat(views) if len(views) > 1 else views[0]
+            for x_Brsn in all_Brsn.split(_at_once(all_Brsn[:1], self.ns_dtype)):
+                made = self.newton_schulz(x_Brsn.flatten(1, 2), self.coefficients, self.ns_dtype)
+                x_Brsn.copy_(made.reshape(x_Brsn.shape))
+            if len(views) > 1:
+                for view, own in zip(views, all_Brsn.split(views[0].shape[0]), strict=True):
+                    view.copy_(own)
+
+    def _adamw(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
+        """torch's, fused, on what this rank has of each parameter."""
+        for param in params:
+            if not self.state[param]:
+                self.state[param]["step"] = torch.zeros((), device=param.device)
+                self.state[param] |= {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+        own = [local_part(param) for param in params]
+        grads = [local_part(param.grad).to(param.dtype) for param in params if param.grad is not None]
+        means, squares, steps = (
+            [local_part(self.state[param][name]) for param in params] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
+        beta1, beta2 = group["betas"]
+        if own:
+            adamw(
+                own, grads, means, squares, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
+                lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but tensors keep the dtype that they were saved in."""
+        super().load_state_dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            tensors = {k: v for k, v in state_dict["state"].get(number, {}).items() if isinstance(v, Tensor)}
+            self.state[param] |= {name: value.to(param.device) for name, value in tensors.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("newton_schulz", "coefficients", "ns_dtype", "_find", "_found")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+    def __repr__(self) -> str:
+        return described(self)
+
+
+def for_trainer() -> type[Muon]:
+    """For transformers' Trainer, which calls what this gives with the model:
+    `optimizer_cls_and_kwargs=(trimtab.optim.for_trainer, {"lr": 3e-4})`."""
+    return Muon
+
+
+def _at_once(one: Tensor, dtype: torch.dtype) -> int:
+    """How many of these are an operand of Newton-Schulz."""
+    return max(1, MOST.get(one.device.type, MOST_ELSEWHERE) // max(1, one.numel() * dtype.itemsize))
