@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
     parser.add_argument("--config", metavar="FILE", help="a YAML file of these options, as run.json of a run is one")
     parser.add_argument("--nproc", type=int, metavar="N", help="start N local ranks (default: one; not under torchrun)")
+    add_fields(parser, [field.name for field in OPTIONS])
+
+
+def add_fields(parser: argparse.ArgumentParser, names: Container[str]) -> None:
+    """Add the options of `TrainConfig` with these names."""
     groups: dict[str, Any] = {}
-    for field in OPTIONS:
+    for field in (field for field in OPTIONS if field.name in names):
         about, kind = field.metadata, str(field.type).split(" ")[0]
         name = about["group"]
         groups[name] = groups.get(name) or parser.add_argument_group(name)
