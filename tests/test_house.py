@@ -14,7 +14,7 @@ import trimtab
 from helpers import house
 
 FLOORS = (
-    ("cli",), ("train",), ("doctor",), ("verify",), ("integrations",),
+    ("cli",), ("plan",), ("train",), ("doctor",), ("verify",), ("integrations",),
     ("convert",), ("checkpoint",), ("parallel",), ("moe",), ("dispatch", "experts"),
     ("routing",), ("guard",), ("kernels",), ("layout", "processes", "atomic_write"), ("autograd", "operators"),
     ("graph_break",), ("lazy_names",), ("validation", "extras"), ("errors",),
