@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import shlex
+import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.cli import Progress
 from trimtab.cli.train import add_fields
 from trimtab.errors import ConfigError
-from trimtab.train.config import OPTIONS, TrainConfig, flag_of
+from trimtab.extras import required
+from trimtab.train.config import OPTIONS, Mesh, TrainConfig, flag_of
 from trimtab.train.hub import on_this_disk
 
 if TYPE_CHECKING:
@@ -33,7 +35,11 @@ when, and of what. No GPU, no weights and no other rank are needed: a folder wit
 """
 GROUPS = ("model", "adapters", "ranks")
 NAMES = ("seq_len", "batch_size", "grad_accum", "optim")
-WIDTHS = {"weights": 7, "moments": 7, "gradients": 9, "activations": 11, "exchange": 8, "copies": 6, "gathered": 8}
+"""Options of `trimtab train` that a step's memory depends on: of these groups, and these."""
+SHOWN = {
+    "weights": "weights", "moments": "moments", "gradients": "  grads", "activations": "activ.", "exchange": " exch.",
+    "copies": "copies", "gathered": "gathered", "other": " other",
+}  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,88 +47,125 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=int, required=True, metavar="N", help="ranks of the run, on all hosts together")
     add("--gb", type=float, metavar="G", help="memory of a rank in GB, of 10^9 bytes")
-    add("--skew", default="even", metavar="NAME|FILE", help="how tokens fall: even (default), zipf, hot_rank … worst, "
-        "which bounds all, or a run's metrics.jsonl or loads.jsonl")  # fmt: skip
+    skews = "how tokens fall: even (default), zipf, hot_rank … worst, which bounds all; or a run's metrics.jsonl"
+    add("--skew", default="even", metavar="NAME|FILE", help=skews)
     add("--device", default="cuda", choices=("cuda", "cpu"), help="what the ranks have (default cuda)")
+    add("--layouts", type=int, default=12, metavar="N", help="try so many layouts of those that divide (default 12)")
     add(
-        "--layouts", type=int, default=12, metavar="N", help="layouts that are tried, of those that divide (default 12)"
+        "--tflops",
+        type=float,
+        default=989.0,
+        metavar="X",
+        help="of a rank at the most (default 989, an H100's in bf16)",
     )
-    add("--tflops", type=float, default=989.0, metavar="X", help="of a rank at the most (default 989: H100, bfloat16)")
     add("--link", type=float, default=50.0, metavar="X", help="GB/s that leave a rank at the most (default 50)")
     add("--per-host", type=int, default=8, metavar="N", help="ranks of a host, for the command (default 8)")
     add("--out", default="runs/plan", metavar="DIR", help="for plan.json and plan.png (default runs/plan)")
-    add_fields(
-        parser, [o.name for o in OPTIONS if o.name in NAMES or o.metadata["group"] in GROUPS and o.name != "merge"]
-    )
+    fields = [o.name for o in OPTIONS if o.metadata["group"] in GROUPS or o.name in NAMES]
+    add_fields(parser, set(fields) - {"merge"})
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan; returns 0 if a layout fits, else 1."""
-    if (
-        options.ranks < 1
-        or options.layouts < 1
-        or not all(x > 0 for x in (options.gb or 1, options.tflops, options.link))
-    ):
-        raise ConfigError("--ranks, --layouts, --gb, --tflops and --link must be more than 0")
+    least = min(options.ranks, options.layouts, options.gb or 1, options.tflops, options.link, options.per_host)
+    if not least > 0:
+        raise ConfigError("--ranks, --gb, --layouts, --tflops, --link and --per-host must be more than 0")
     given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
-    asked = TrainConfig.of(on_this_disk(given))
+    config = TrainConfig.of(on_this_disk(given)).resolved()
+    required("transformers", "trimtab plan", "train")
     from trimtab.plan.layouts import Machine, meshes, plan_layout, skeleton_of
     from trimtab.plan.picture import draw
 
     whole = None if options.gb is None else options.gb * 1e9
     machine = Machine(kind=options.device, bytes=whole, flops=options.tflops * 1e12, link=options.link * 1e9)
-    config, (skeleton, experts) = asked.resolved(), skeleton_of(asked)
+    skeleton, experts = skeleton_of(config)
     every = list(meshes(config, options.ranks, experts))
     if not every:
         raise ConfigError(f"--ranks {options.ranks}: no layout divides them with {experts} experts and these options")
-    chosen, rows = every[: options.layouts], list[Any]()
-    progress = Progress(len(chosen) + 2, unit="layout")
-    for each, mesh in chosen:
-        rows.append(plan_layout(each, mesh, machine, options.skew, skeleton=skeleton))
-        progress.step()
-    rows.sort(key=lambda row: (bool(row.refused), row.left < 0, row.seconds if row.left >= 0 else -row.left))
-    best, skewed = rows[0], list[Any]()
-    for skew in {"even": 0, options.skew: 0, "worst": 0} if best.mesh.ep > 1 and not best.refused else ():
-        own = best if skew == options.skew else plan_layout(best.config, best.mesh, machine, skew, skeleton=skeleton)
-        skewed.append(own)
-        progress.step(count=int(own is not best))
-    progress.close()
-    print("\n".join([*table(rows, machine), *skew_lines(skewed)]))
-    if len(every) > len(chosen):
-        print(
-            f"{len(every) - len(chosen)} further layouts were not tried: --layouts {len(every)}, or name what is fixed"
-        )
-    out = Path(options.out)
+    out, skews = Path(options.out), list(dict.fromkeys(("even", options.skew, "worst")))
     out.mkdir(parents=True, exist_ok=True)
-    told = {"ranks": options.ranks, "gb": options.gb, "layouts": [row.as_json() for row in rows]}
-    told["skew"] = [row.as_json() for row in skewed]
-    (out / "plan.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    progress, rows = Progress(min(len(every), options.layouts) + len(skews) - 1, unit="layout"), list[Layout]()
+
+    def planned(config: TrainConfig, mesh: Mesh, skew: str) -> Layout:
+        progress.step(count=0)
+        with quiet(options.debug):
+            row = plan_layout(config, mesh, machine, skew, skeleton=skeleton)
+        progress.step()
+        return row
+
+    rows = [planned(each, mesh, options.skew) for each, mesh in every[: options.layouts]]
+    rows.sort(key=lambda row: (bool(row.refused), row.left < 0, row.seconds if row.left >= 0 else -row.left))
+    best, skewed = rows[0], list[Layout]()
+    if not best.refused and best.mesh.ep > 1:
+        skewed = [best if skew == options.skew else planned(best.config, best.mesh, skew) for skew in skews]
+    progress.close()
+    print(*table(rows, machine), *skew_lines(skewed), sep="\n")
+    if more := len(every) - len(rows):
+        print(
+            f"{more} further layouts divide and were not tried: --layouts {len(every)}, or fix --ep, --tp, --replicate"
+        )
+    found = {"ranks": options.ranks, "gb": options.gb, "layouts": [row.as_json() for row in rows]}
+    found["skew"] = [row.as_json() for row in skewed]
+    (out / "plan.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"json    {out / 'plan.json'}")
     if not best.refused:
         print(f"picture {draw(best, out / 'plan.png') or out / 'plan.png'}")
-    print(f"json    {out / 'plan.json'}")
     if best.left >= 0:
-        print("run     " + command(best, given, options.ranks, options.per_host))
+        print(f"run     {command(best, given, options.ranks, options.per_host)}")
     return int(best.left < 0)
+
+
+@contextlib.contextmanager
+def quiet(debug: bool) -> Iterator[None]:
+    """Libraries say nothing, as no run is there that their advice would help."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed", "transformers")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        if not debug:
+            warnings.simplefilter("ignore")
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+        yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def table(rows: Iterable[Layout], machine: Machine) -> Iterator[str]:
     """A line for each layout, in GB, under their heading; and what the machine adds."""
-    parts = "".join(f"{name:>{width + 1}}" for name, width in WIDTHS.items())
-    kept = "" if machine.bytes is None else f" {machine.bytes / 1e9:g} GB, {machine.device.free:.0%} kept free"
-    yield f" ep fsdp  tp copies recompute |   peak{parts}   other | at least s | fits{kept}"
+    rows = list(rows)
+    at = max((len(row.peak[0]) for row in rows if not row.refused), default=2)
+    fits = "" if machine.bytes is None else f" | fits {machine.bytes / 1e9:g} GB, {machine.device.free:.0%} kept free"
+    yield f" ep fsdp tp repl recompute |   peak  {'  '.join(SHOWN.values())} | {'at':{at}} | at least{fits}"
     for row in rows:
-        mesh = row.mesh
-        line = f"{mesh.ep:3}{mesh.fsdp:5}{mesh.tp:4}{mesh.replicate:7}{'yes' if row.config.gradient_checkpointing else 'no':>10} |"
-        if row.stages is not None:
-            stage, most, held = row.peak
-            line += f"{most / 1e9:7.2f}" + "".join(
-                f"{held[name] / 1e9:{width + 1}.2f}" for name, width in WIDTHS.items()
-            )
-            line += f"{held['other'] / 1e9:8.2f} |{row.seconds:11.3g} | {row.words}, at its most in the {stage}"
-        yield line if row.stages is not None else f"{line} {row.words}"
+        mesh, again = row.mesh, "yes" if row.config.gradient_checkpointing else "no"
+        line = f"{mesh.ep:3}{mesh.fsdp:5}{mesh.tp:3}{mesh.replicate:5} {again:9} | "
+        if row.refused:
+            yield line + row.words
+            continue
+        stage, most, held = row.peak
+        parts = "  ".join(f"{held[name] / 1e9:{len(shown)}.2f}" for name, shown in SHOWN.items())
+        line += f"{most / 1e9:6.2f}  {parts} | {stage:{at}} | {row.seconds:6.2g} s"
+        yield f"{line} | {row.words}" if fits else line
     outside = ", ".join(f"{name} {count / 1e9:.2f}" for name, count in machine.device.outside.items())
-    if outside:
-        yield f"beside the peak, in what fits: {outside}; sizes are rounded up to {machine.device.rounding} bytes"
+    yield (
+        f"GB of 10^9 bytes. {f'Beside the peak: {outside}. ' if outside else ''}At least: at "
+        f"{machine.flops / 1e12:g} TFLOP/s and {machine.link / 1e9:g} GB/s."
+    )
+
+
+def memory_lines(config: TrainConfig, ranks: int) -> Iterator[str]:
+    """What a run holds in its own layout."""
+    import torch
+
+    from trimtab.plan.layouts import Machine, plan_layout, skeleton_of
+
+    config, machine = config.resolved(), Machine(kind="cuda" if torch.cuda.is_available() else "cpu")
+    skeleton, experts = skeleton_of(config)
+    with quiet(config.debug):
+        mesh = Mesh.of(config, world=ranks, num_experts=experts)
+        row = plan_layout(config, mesh, machine, skeleton=skeleton)
+    yield "memory  of a rank, where tokens fall evenly; trimtab plan has other layouts and skews"
+    yield from table([row], machine)
 
 
 def skew_lines(rows: Iterable[Layout]) -> Iterator[str]:
@@ -134,11 +177,13 @@ def skew_lines(rows: Iterable[Layout]) -> Iterator[str]:
 
 def command(row: Layout, given: dict[str, Any], ranks: int, per_host: int) -> str:
     """The command of `trimtab train` that runs a layout."""
+    from trimtab.plan.layouts import LAYOUT
+
     hosts, local = divmod(ranks, per_host)
     start = ["trimtab", "train", "--nproc", str(ranks)]
     if hosts > 1 and not local:
         start = ["torchrun", "--nnodes", str(hosts), "--nproc-per-node", str(per_host), "-m", "trimtab", "train"]
     for name, value in given.items():
-        if name not in ("ep", "fsdp", "tp", "replicate", "gradient_checkpointing"):
+        if name not in LAYOUT:
             start += [flag_of(name)] if value is True else [flag_of(name), str(value)]
     return shlex.join([*start, *row.flags]) + " --data …"

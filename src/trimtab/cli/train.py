@@ -12,7 +12,7 @@ from typing import Any
 
 from trimtab.errors import ConfigError, first_line
 from trimtab.extras import required
-from trimtab.processes import Interrupted
+from trimtab.processes import Interrupted, group_size
 from trimtab.train.config import FIXED, OPTIONS, TrainConfig, flag_of
 from trimtab.train.hub import on_this_disk
 from trimtab.train.launch import launch
@@ -76,6 +76,10 @@ def run(options: argparse.Namespace) -> int:
         name, how_far = signal.Signals(stop.number).name, _how_far(out, options.nproc, began)
         print(f"\ntrimtab: interrupted by {name} {how_far}", file=sys.stderr, flush=True)
         return 128 + stop.number
+    if config.dry_run and os.environ.get("RANK", "0") == "0":
+        from trimtab.cli.plan import memory_lines
+
+        print(*memory_lines(config, group_size(options.nproc) or options.nproc or 1), sep="\n")
     return 0
 
 

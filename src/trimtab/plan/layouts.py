@@ -23,7 +23,7 @@ from trimtab.train.loading import build_model
 from trimtab.train.models import check_model, inspect
 
 STATES = ("weights", "moments", "gradients")
-OPTIONS = ("ep", "fsdp", "tp", "replicate", "gradient_checkpointing")
+LAYOUT = ("ep", "fsdp", "tp", "replicate", "gradient_checkpointing")
 """What tells layouts of one run apart."""
 
 
@@ -84,16 +84,16 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """Whether it fits; where not, the stage, the category and the switch that would help."""
+        """Whether it fits; where not, the category that holds too much, in which stage, and the switch that would help."""
         if self.refused:
             return f"refused: {self.refused}"
         if self.left >= 0:
-            return "yes" if self.machine.bytes is None else f"yes, {self.left / 1e9:.1f} left"
+            return "yes" if self.machine.bytes is None else f"yes, {self.left / 1e9:.3g} left"
         stage, _, parts = self.peak
-        category, switch = self._remedy(stage, parts)
-        return f"no: {-self.left / 1e9:.1f} too much in the {stage}; {category} {parts[category] / 1e9:.1f}: {switch}"
+        category, switch = self._remedy(parts)
+        return f"no, {-self.left / 1e9:.3g} too much: {category} {parts[category] / 1e9:.3g} in the {stage}; {switch}"
 
-    def _remedy(self, stage: str, parts: dict[str, int]) -> tuple[str, str]:
+    def _remedy(self, parts: dict[str, int]) -> tuple[str, str]:
         """The cheapest switch of a category that holds what is too much; else of the largest."""
         config, mesh = self.config, self.mesh
         smaller = f"--batch-size {config.batch_size // 2}" if config.batch_size > 1 else "a shorter --seq-len"
@@ -118,12 +118,12 @@ class Layout:
     @property
     def flags(self) -> list[str]:
         """The options of `trimtab train` that ask for this layout."""
-        found = [word for name in OPTIONS[:4] for word in (flag_of(name), str(getattr(self.mesh, name)))]
-        return found + [flag_of(OPTIONS[4])] * self.config.gradient_checkpointing
+        found = [word for name in LAYOUT[:4] for word in (flag_of(name), str(getattr(self.mesh, name)))]
+        return found + [flag_of(LAYOUT[4])] * self.config.gradient_checkpointing
 
     def as_json(self) -> dict[str, Any]:
-        told: dict[str, Any] = {name: getattr(self.mesh, name) for name in OPTIONS[:4]}
-        told |= {OPTIONS[4]: self.config.gradient_checkpointing, "skew": self.skew, "fits": self.left >= 0}
+        told: dict[str, Any] = {name: getattr(self.mesh, name) for name in LAYOUT[:4]}
+        told |= {LAYOUT[4]: self.config.gradient_checkpointing, "skew": self.skew, "fits": self.left >= 0}
         if self.stages is None:
             return told | {"refused": self.refused}
         stage, most, _ = self.peak
@@ -141,7 +141,7 @@ def skeleton_of(config: TrainConfig) -> tuple[Any, int]:
 def meshes(config: TrainConfig, ranks: int, num_experts: int) -> Iterator[tuple[TrainConfig, Mesh]]:
     """All layouts that divide, with what `config` fixes: experts over many ranks first, then tp, then replicas."""
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    of = {name: sizes if getattr(config, name) is None else [getattr(config, name)] for name in OPTIONS[:4]}
+    of = {name: sizes if getattr(config, name) is None else [getattr(config, name)] for name in LAYOUT[:4]}
     again = (True,) if config.gradient_checkpointing else (False, True)
     for replicas, tp, ep, recompute in product(of["replicate"], of["tp"], reversed(of["ep"]), again):
         asked = replace(config, replicate=replicas, tp=tp, ep=ep, gradient_checkpointing=recompute)
@@ -154,7 +154,8 @@ def meshes(config: TrainConfig, ranks: int, num_experts: int) -> Iterator[tuple[
 def plan_layout(
     config: TrainConfig, mesh: Mesh, machine: Machine, skew: str = "even", *, skeleton: Any, whole: bool = False
 ) -> Layout:
-    """Plan one layout of the run of `config`, which is resolved. skeleton: of `inspect`. whole: with all its layers at once, not from few of them.
+    """Plan one layout of the run of `config`, which is resolved. skeleton: of `skeleton_of`. whole: with all its layers
+    at once, not from few of them.
 
     Raises:
         ConfigError: there is a process group; `skew` is none.
