@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import logging
 import shlex
-import warnings
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +16,7 @@ from trimtab.train.config import OPTIONS, Mesh, TrainConfig, flag_of
 from trimtab.train.hub import on_this_disk
 
 if TYPE_CHECKING:
-    from trimtab.plan.layouts import Layout, Machine
+    from trimtab.plan.layouts import Layout
 
 HELP = "what every rank of a run will hold, and in which layouts it fits"
 DESCRIPTION = """\
@@ -35,11 +31,8 @@ when, and of what. No GPU, no weights and no other rank are needed: a folder wit
 """
 GROUPS = ("model", "adapters", "ranks")
 NAMES = ("seq_len", "batch_size", "grad_accum", "optim")
-"""Options of `trimtab train` that a step's memory depends on: of these groups, and these."""
-SHOWN = {
-    "weights": "weights", "moments": "moments", "gradients": "  grads", "activations": "activ.", "exchange": " exch.",
-    "copies": "copies", "gathered": "gathered", "other": " other",
-}  # fmt: skip
+FIELDS = {o.name for o in OPTIONS if o.metadata["group"] in GROUPS or o.name in NAMES} - {"merge"}
+"""Options of `trimtab train` that a step's memory depends on."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -58,11 +51,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="of a rank at the most (default 989, an H100's in bf16)",
     )
-    add("--link", type=float, default=50.0, metavar="X", help="GB/s that leave a rank at the most (default 50)")
+    add(
+        "--link",
+        type=float,
+        default=450.0,
+        metavar="X",
+        help="GB/s that leave it at the most (default 450)",
+    )
     add("--per-host", type=int, default=8, metavar="N", help="ranks of a host, for the command (default 8)")
     add("--out", default="runs/plan", metavar="DIR", help="for plan.json and plan.png (default runs/plan)")
-    fields = [o.name for o in OPTIONS if o.metadata["group"] in GROUPS or o.name in NAMES]
-    add_fields(parser, set(fields) - {"merge"})
+    add_fields(parser, FIELDS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,11 +68,12 @@ def run(options: argparse.Namespace) -> int:
     least = min(options.ranks, options.layouts, options.gb or 1, options.tflops, options.link, options.per_host)
     if not least > 0:
         raise ConfigError("--ranks, --gb, --layouts, --tflops, --link and --per-host must be more than 0")
-    given = {o.name: getattr(options, o.name) for o in OPTIONS if hasattr(options, o.name)}
+    given = {name: getattr(options, name) for name in sorted(FIELDS) if hasattr(options, name)}
     config = TrainConfig.of(on_this_disk(given)).resolved()
     required("transformers", "trimtab plan", "train")
     from trimtab.plan.layouts import Machine, meshes, plan_layout, skeleton_of
     from trimtab.plan.picture import draw
+    from trimtab.plan.table import quiet, skew_lines, table
 
     whole = None if options.gb is None else options.gb * 1e9
     machine = Machine(kind=options.device, bytes=whole, flops=options.tflops * 1e12, link=options.link * 1e9)
@@ -84,10 +83,9 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--ranks {options.ranks}: no layout divides them with {experts} experts and these options")
     out, skews = Path(options.out), list(dict.fromkeys(("even", options.skew, "worst")))
     out.mkdir(parents=True, exist_ok=True)
-    progress, rows = Progress(min(len(every), options.layouts) + len(skews) - 1, unit="layout"), list[Layout]()
+    progress = Progress(min(len(every), options.layouts) + len(skews) - 1, unit="layout")
 
     def planned(config: TrainConfig, mesh: Mesh, skew: str) -> Layout:
-        progress.step(count=0)
         with quiet(options.debug):
             row = plan_layout(config, mesh, machine, skew, skeleton=skeleton)
         progress.step()
@@ -95,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
     rows = [planned(each, mesh, options.skew) for each, mesh in every[: options.layouts]]
     rows.sort(key=lambda row: (bool(row.refused), row.left < 0, row.seconds if row.left >= 0 else -row.left))
-    best, skewed = rows[0], list[Layout]()
+    best, skewed = rows[0], list[Any]()
     if not best.refused and best.mesh.ep > 1:
         skewed = [best if skew == options.skew else planned(best.config, best.mesh, skew) for skew in skews]
     progress.close()
@@ -113,66 +111,6 @@ def run(options: argparse.Namespace) -> int:
     if best.left >= 0:
         print(f"run     {command(best, given, options.ranks, options.per_host)}")
     return int(best.left < 0)
-
-
-@contextlib.contextmanager
-def quiet(debug: bool) -> Iterator[None]:
-    """Libraries say nothing, as no run is there that their advice would help."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed", "transformers")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        if not debug:
-            warnings.simplefilter("ignore")
-            for logger in loggers:
-                logger.setLevel(logging.ERROR)
-        yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-
-
-def table(rows: Iterable[Layout], machine: Machine) -> Iterator[str]:
-    """A line for each layout, in GB, under their heading; and what the machine adds."""
-    rows = list(rows)
-    at = max((len(row.peak[0]) for row in rows if not row.refused), default=2)
-    fits = "" if machine.bytes is None else f" | fits {machine.bytes / 1e9:g} GB, {machine.device.free:.0%} kept free"
-    yield f" ep fsdp tp repl recompute |   peak  {'  '.join(SHOWN.values())} | {'at':{at}} | at least{fits}"
-    for row in rows:
-        mesh, again = row.mesh, "yes" if row.config.gradient_checkpointing else "no"
-        line = f"{mesh.ep:3}{mesh.fsdp:5}{mesh.tp:3}{mesh.replicate:5} {again:9} | "
-        if row.refused:
-            yield line + row.words
-            continue
-        stage, most, held = row.peak
-        parts = "  ".join(f"{held[name] / 1e9:{len(shown)}.2f}" for name, shown in SHOWN.items())
-        line += f"{most / 1e9:6.2f}  {parts} | {stage:{at}} | {row.seconds:6.2g} s"
-        yield f"{line} | {row.words}" if fits else line
-    outside = ", ".join(f"{name} {count / 1e9:.2f}" for name, count in machine.device.outside.items())
-    yield (
-        f"GB of 10^9 bytes. {f'Beside the peak: {outside}. ' if outside else ''}At least: at "
-        f"{machine.flops / 1e12:g} TFLOP/s and {machine.link / 1e9:g} GB/s."
-    )
-
-
-def memory_lines(config: TrainConfig, ranks: int) -> Iterator[str]:
-    """What a run holds in its own layout."""
-    import torch
-
-    from trimtab.plan.layouts import Machine, plan_layout, skeleton_of
-
-    config, machine = config.resolved(), Machine(kind="cuda" if torch.cuda.is_available() else "cpu")
-    skeleton, experts = skeleton_of(config)
-    with quiet(config.debug):
-        mesh = Mesh.of(config, world=ranks, num_experts=experts)
-        row = plan_layout(config, mesh, machine, skeleton=skeleton)
-    yield "memory  of a rank, where tokens fall evenly; trimtab plan has other layouts and skews"
-    yield from table([row], machine)
-
-
-def skew_lines(rows: Iterable[Layout]) -> Iterator[str]:
-    """What the same layout holds as tokens fall otherwise."""
-    told = [f"{row.skew} {row.peak[1] / 1e9:.2f}{'' if row.left >= 0 else ' (does not fit)'}" for row in rows]
-    if told:
-        yield f"skew    the first layout, in GB: {', '.join(told)}"
 
 
 def command(row: Layout, given: dict[str, Any], ranks: int, per_host: int) -> str:

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"\ntrimtab: interrupted by {name} {how_far}", file=sys.stderr, flush=True)
         return 128 + stop.number
     if config.dry_run and os.environ.get("RANK", "0") == "0":
-        from trimtab.cli.plan import memory_lines
+        from trimtab.plan.table import memory_lines
 
         print(*memory_lines(config, group_size(options.nproc) or options.nproc or 1), sep="\n")
     return 0

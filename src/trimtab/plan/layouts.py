@@ -35,7 +35,7 @@ class Machine:
     kind: str = "cuda"
     bytes: float | None = None
     flops: float = 989e12
-    link: float = 50e9
+    link: float = 450e9
 
     @property
     def device(self) -> Device:
@@ -84,7 +84,7 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """Whether it fits; where not, the category that holds too much, in which stage, and the switch that would help."""
+        """Whether it fits; where not, the category that holds too much, its stage, and the switch that would help."""
         if self.refused:
             return f"refused: {self.refused}"
         if self.left >= 0:
@@ -111,8 +111,10 @@ class Layout:
         if config.lora and not config.quantize:
             fewer += ", or --quantize nf4"
         switches |= dict.fromkeys(STATES, fewer)
-        enough = [name for name in switches if parts.get(name, 0) >= -self.left]
-        category = enough[0] if enough else max(switches, key=lambda name: parts.get(name, 0))
+        again = 0 if config.gradient_checkpointing else parts["exchange"] + parts["copies"]  # which go with them
+        held = parts | {"activations": parts["activations"] + again}
+        enough = [name for name in switches if held[name] >= -self.left]
+        category = enough[0] if enough else max(switches, key=held.__getitem__)
         return category, switches[category]
 
     @property
