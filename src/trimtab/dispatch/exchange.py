@@ -144,8 +144,8 @@ def agree_on_rows(
     same = [*kind, *[0] * (wire.MOVEMENT - DTYPE - 1), *call.columns(phase, direction)]
     counts = list(zip(splits.outgoing, splits.incoming, strict=True))
     known = [[*count, *same] for count in counts]
-    message = torch.tensor(known, device=device)
-    message.known = known  # type: ignore[attr-defined]
+    message: Any = torch.tensor(known, device=device)
+    message.known = known
     met = transport.handshake(message)
     wire.compare(met, transport.rank, call, phase)
     kinds = [(theirs[VALUES], theirs[DTYPE]) for theirs in met.received]
