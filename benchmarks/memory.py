@@ -34,7 +34,7 @@ def step_bytes(subject: Subject, mode: str) -> dict[str, int]:
         subject.modes[mode]()
         torch.cuda.synchronize()
         return found | {"tensors": torch.cuda.max_memory_allocated() - before}
-    from benchmarks.live_bytes import LiveBytes
+    from trimtab.plan.ledger import Ledger
 
     if _CLEAR.exists():
         _trim()
@@ -42,9 +42,9 @@ def step_bytes(subject: Subject, mode: str) -> dict[str, int]:
         forget_peak()
         subject.modes[mode]()
         found["resident"] = status("VmHWM") - before
-    with LiveBytes() as live:
+    with Ledger() as live:
         subject.modes[mode]()
-    found["tensors"] = live.peak
+    found["tensors"], _ = live.peak()
     return found
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
@@ -61,7 +61,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages that operators return while it is entered; on fake tensors it is entered inside their mode.
 
     now: bytes alive. `peak`, `categories` and `biggest` look back. phases: each with the time of its begin. calls: the
-    times at which operators were called. moved: bytes that each collective was given, by its name and its ranks.
+    times at which operators were called. flops: of all operators that PyTorch has a formula for. moved: bytes that each
+    collective was given, by its name and its ranks.
 
     Args:
         rounding: sizes are rounded up to multiples of so many bytes, as an allocator does.
@@ -87,7 +88,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._living: dict[int, Storage] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._rounding, self._kernels, self._holds = rounding, kernels, holds
-        self._depth = self._paused = 0
+        self.flops = self._depth = self._inside = self._paused = 0
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -117,11 +118,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def peak(self, since: int = 0, until: int | None = None) -> tuple[int, int]:
         """The most bytes alive between two times, and when that was first."""
-        until = self.clock if until is None else until
-        if since >= until:
-            return (self._alive[since - 1] if 0 < since <= self.clock else 0), max(since - 1, 0)
-        at = max(range(since, until), key=self._alive.__getitem__)
-        return self._alive[at], at
+        first, last = max(since - 1, 0), self.clock if until is None else until
+        at = max(range(first, max(last, first + 1)), key=lambda time: self._alive[time]) if self._alive else 0
+        return self._alive[at] if self._alive else 0, at
 
     def curve(self) -> list[int]:
         """Bytes alive, by time."""
@@ -198,23 +197,27 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._paused:
             return func(*args, **kwargs)
         self.calls.append(self.clock)
-        given, name = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)], str(func)
+        given, name, schema = [*_tensors((args, kwargs))], str(func), func._schema
         lent = func is torch.ops.aten.resize_.default  # memory of a `HostBufferPool`, on its way out
         for tensor in given:
             self._meet(tensor, name, counts=lent)
         if func in KERNELS:
+            self._inside += 1
             with self:  # what it makes inside
-                result = KERNELS[func](*self._run_by(func, args), **kwargs)
+                result = KERNELS[func](*self._run_by(schema, args), **kwargs)
+            self._inside -= 1
         else:
             result = func(*args, **kwargs)
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if func.overloadpacket in flop_registry and not self._inside:
+            self.flops += int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
+        made = [*_tensors(result)]
         for tensor in made:
             self._meet(tensor, name)
         travels = "exchange" if _any(EXCHANGES, name) else "gathered" if _any(GATHERS, name) else ""
-        for tensor in given if func._schema.is_mutable else ():
+        for tensor in given if schema.is_mutable else ():
             self._resized(tensor.untyped_storage(), name)
         for tensor in (*given, *made) if travels else ():
-            storage = self._living.get(tensor.untyped_storage()._cdata)
+            storage = self._living.get(_key(tensor.untyped_storage()))
             if storage is not None:
                 storage.known = storage.known or travels
         if name.startswith("c10d."):
@@ -224,19 +227,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._die(self._born(held, held, name, travels))
         return result
 
-    def _run_by(self, func: Any, args: tuple[Any, ...]) -> list[Any]:
+    def _run_by(self, schema: Any, args: tuple[Any, ...]) -> list[Any]:
         """The arguments of an operator of ours, by these kernels."""
         if self._kernels is None:
             return list(args)
         name = name_of(self._kernels)
-        return [name if of.name == "kernels" else a for of, a in zip(func._schema.arguments, args, strict=False)]
+        return [name if of.name == "kernels" else a for of, a in zip(schema.arguments, args, strict=False)]
 
     def _meet(self, tensor: Tensor, name: str, counts: bool = True) -> Storage | None:
         """Enter a tensor's storage if it is new. counts: as born now, else as there before."""
         if tensor.is_meta:
             return None
         held = tensor.untyped_storage()
-        key = held._cdata
+        key = _key(held)
         if key not in self._living:
             size = held.nbytes()
             self._living[key] = self._born(size, size if counts else 0, name)
@@ -249,10 +252,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _resized(self, held: torch.UntypedStorage, name: str, known: str = "", again: bool = False) -> None:
         """A storage of another size is another one."""
-        before, size = self._living.get(held._cdata), held.nbytes()
+        key, size = _key(held), held.nbytes()
+        before = self._living.get(key)
         if before is not None and (again or before.nbytes != size):
             self._die(before)
-            self._living[held._cdata] = self._born(size, size, name, before.known or known)
+            self._living[key] = self._born(size, size, name, before.known or known)
 
     def _born(self, nbytes: int, counted: int, name: str, known: str = "") -> Storage:
         size = -(-counted // self._rounding) * self._rounding
@@ -268,6 +272,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, size: int) -> None:
         self.now += size
         self._alive.append(self.now)
+
+
+def _key(held: torch.UntypedStorage) -> int:
+    return int(held._cdata)
+
+
+def _tensors(of: Any) -> Iterator[Tensor]:
+    """The tensors in what an operator takes or returns."""
+    if isinstance(of, Tensor):
+        yield of
+    elif isinstance(of, list | tuple | dict):
+        for each in of.values() if isinstance(of, dict) else of:
+            yield from _tensors(each)
 
 
 def _any(parts: Iterable[str], name: str) -> bool:

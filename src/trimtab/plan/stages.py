@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from trimtab.errors import ConfigError
 from trimtab.kernels.api import Backend
@@ -128,13 +127,13 @@ def measure(
         ledger.know([*model.parameters(), *model.buffers()], "weights")
         optimizer = step.optimizer()
         _step(model, step, optimizer, ledger)
+        before = ledger.flops
         ledger.moved.clear()
-        with FlopCounterMode(display=False) as flops:
-            begin = _step(model, step, optimizer, ledger)
+        begin = _step(model, step, optimizer, ledger)
     for hook in hooks:
         hook.remove()
-    moved, counted = Counter(ledger.moved), int(flops.get_total_flops())
-    return Stages({name: _points(ledger, *times) for name, times in _stages(ledger, begin)}, counted, moved, ledger)
+    points = {name: _points(ledger, *times) for name, times in _stages(ledger, begin)}
+    return Stages(points, ledger.flops - before, ledger.moved, ledger)
 
 
 def _step(model: nn.Module, step: Step, optimizer: torch.optim.Optimizer, ledger: Ledger) -> int:

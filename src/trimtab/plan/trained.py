@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 
 from trimtab.plan.stages import Step
 from trimtab.train.config import Mesh, TrainConfig
@@ -28,7 +31,7 @@ def trained(model: Any, config: TrainConfig, mesh: Mesh) -> Step:
         ids = torch.zeros(shape, dtype=torch.int64)
         inputs = {"input_ids": ids, "labels": ids.clone(), "real": ids.bool()}
         trainer._nll, trainer._targets = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
-        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16), _whole_rows():
             made: Tensor = trainer.compute_loss(model, inputs)
         return made
 
@@ -38,3 +41,14 @@ def trained(model: Any, config: TrainConfig, mesh: Mesh) -> Step:
         clip=lambda: trainer._clip_grad_norm(model),
         grad_accum=config.grad_accum,
     )
+
+
+@contextmanager
+def _whole_rows() -> Iterator[None]:
+    """Rows of one document each, where transformers reads positions to find that out and makes no mask then."""
+    own = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = own
