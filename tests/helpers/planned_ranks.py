@@ -50,7 +50,7 @@ def step_of(model: Any, config: TrainConfig, rank: int) -> Step:
             )
 
     return Step(
-        loss=loss, optimizer=lambda: torch.optim.AdamW(trained, fused=True), clip=lambda: None,
+        loss=loss, optimizer=lambda: torch.optim.AdamW(trained, foreach=False, fused=config.tp is None), clip=lambda: None,
         grad_accum=config.grad_accum,
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def plan_on_rank(source: Any, config: TrainConfig, mesh: Mesh, rank: int, traffi
         def traffic(call: Call) -> tuple[Moved, Moved]:
             return recorded[call.layer, call.number]
 
-    with World(mesh.world, rank) as world, planned(traffic):
+    with World(mesh.world, rank) as world, planned(traffic, rounds=True):
         model = build_model(source, config, mesh, transport=NAME)
         world.fill(model)
         stages = measure(model, step_of(model, config, rank), world, device=DEVICES["cpu"])

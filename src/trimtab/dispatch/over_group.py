@@ -45,8 +45,8 @@ class OverGroup(SharedWhenCopied):
         """Raises InputError: nobody can read how many rows there are."""
         if no_values(like.device):
             raise InputError(
-                "on the meta device and under FakeTensorMode no rows can be exchanged, for their counts have no values: "
-                "take one rank's layer by itself, or plan the ranks by `trimtab.plan_memory`",
+                "on the meta device and under FakeTensorMode no rows can be exchanged, for their counts have no "
+                "values: take one rank's layer by itself, or plan the ranks by `trimtab.plan_memory`",
                 rank=self.rank, phase="count",
             )  # fmt: skip
 

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -58,11 +60,13 @@ class Planned(AllToAll):
     Args:
         group: ranks of the "fake" backend.
         traffic: how many rows, slots and replicas go where.
+        rounds: rows lie in memory of powers of two, as on the CPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, traffic: Traffic, guard: Any = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, traffic: Traffic, rounds: bool = False, guard: Any = False) -> None:
         super().__init__(group, guard=False)
-        self.traffic = traffic
+        self.traffic, self._rounds = traffic, rounds
+        self._pool: Any = SimpleNamespace(empty=torch.empty)  # a pool would lend memory that is real
 
     def handshake(self, message_PC: Tensor) -> Handshake:
         known: list[list[int]] = message_PC.known  # type: ignore[attr-defined]
@@ -89,13 +93,13 @@ class Planned(AllToAll):
             return apart.submit(self.traffic, call).result()
 
     def _rows(self, rows: int, like: Sequence[Tensor]) -> Tensor:
-        return empty_rows(rows, like)  # a pool would lend memory that is real
+        return super()._rows(rows, like) if self._rounds else empty_rows(rows, like)
 
 
 @contextmanager
-def planned(traffic: Traffic) -> Iterator[None]:
-    """Have a row `NAME` in `TRANSPORTS` for the models that are built inside."""
-    TRANSPORTS[NAME] = partial(Planned, traffic=traffic)
+def planned(traffic: Traffic, *, rounds: bool = False) -> Iterator[None]:
+    """Have a row `NAME` in `TRANSPORTS`, see `Planned`, for the models that are built inside."""
+    TRANSPORTS[NAME] = partial(Planned, traffic=traffic, rounds=rounds)
     try:
         yield
     finally:

@@ -166,7 +166,7 @@ def plan_layout(
     traffic = Traffic(skew=skew, replication=options.replication)
 
     def run(chosen: Sequence[int]) -> Stages:
-        with World(mesh.world) as world, planned(traffic):
+        with World(mesh.world) as world, planned(traffic, rounds=machine.kind == "cpu"):
             model = build_model(few_layers(skeleton.config, chosen), config, mesh, transport=NAME)
             world.fill(model)
             return measure(model, trained(model, config, mesh), world, device=machine.device)

@@ -50,7 +50,7 @@ def plan_memory(
         ConfigError: there is a process group already; the skew is none.
     """
     options = ExchangeOptions(replicate_experts=replicate_experts, copy_cost=copy_cost)
-    kind = DEVICES[device]
+    kind, traffic = DEVICES[device], Traffic(skew=skew, replication=options.replication)
     ledger = Ledger(rounding=kind.rounding, kernels=GroupedMMBackend(), holds=kind.holds)
 
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -60,7 +60,7 @@ def plan_memory(
         states = (value for state in optimizer.state.values() for value in state.values())
         ledger.know((value for value in states if isinstance(value, Tensor)), "moments")
 
-    with World(ranks, rank) as world, planned(Traffic(skew=skew, replication=options.replication)):
+    with World(ranks, rank) as world, planned(traffic, rounds=device == "cpu"):
         model = build()
         world.fill(model)
         hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
