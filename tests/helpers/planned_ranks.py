@@ -49,10 +49,10 @@ def step_of(model: Any, config: TrainConfig, rank: int) -> Step:
                 objective.forward(model, {"input_ids": ids, "labels": ids.clone(), "real": ids >= 0})[1] / ids.numel()
             )
 
-    return Step(
-        loss=loss, optimizer=lambda: torch.optim.AdamW(trained, foreach=False, fused=config.tp is None), clip=lambda: None,
-        grad_accum=config.grad_accum,
-    )  # fmt: skip
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.AdamW(trained, foreach=False, fused=config.tp is None)
+
+    return Step(loss=loss, optimizer=optimizer, clip=lambda: None, grad_accum=config.grad_accum)
 
 
 def run_on_rank(folder: Path, config: TrainConfig, mesh: Mesh) -> tuple[int, Recorded]:

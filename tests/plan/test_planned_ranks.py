@@ -38,9 +38,10 @@ def source_of(family: str) -> Any:
             **SIZES, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=256, intermediate_size=512
         )
     return DeepseekV3Config(
-        **SIZES | {"num_key_value_heads": 4, "head_dim": 16}, n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=256,
-        intermediate_size=512, n_group=4, topk_group=2, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=64,
-        kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, num_nextn_predict_layers=0,
+        **SIZES | {"num_key_value_heads": 4, "head_dim": 16}, n_routed_experts=16, num_experts_per_tok=4, n_group=4,
+        moe_intermediate_size=256, intermediate_size=512, topk_group=2, n_shared_experts=1, first_k_dense_replace=1,
+        q_lora_rank=64, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32,
+        num_nextn_predict_layers=0,
     )  # fmt: skip
 
 
