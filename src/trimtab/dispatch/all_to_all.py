@@ -12,7 +12,6 @@ from trimtab.dispatch.over_group import (
     OverGroup,
     empty_rows,
     pack,
-    refuse_without_values,
     row_bytes,
     unpack,
     watched,
@@ -43,7 +42,7 @@ class AllToAll(OverGroup):
         self._pool = HostBufferPool()
 
     def handshake(self, message_PC: Tensor) -> Handshake:
-        refuse_without_values(message_PC, self.rank)
+        self.refuse_without_values(message_PC)
         received_PC = torch.empty_like(message_PC)
         watched(self.guard, dist.all_to_all_single, (received_PC, message_PC), group=self.group)
         sent, received = torch.stack((message_PC, received_PC)).tolist()
