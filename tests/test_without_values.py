@@ -26,6 +26,7 @@ from trimtab.experts.recipes import MXFP8
 from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.moe import MoE
 from trimtab.plan.ledger import Ledger
+from trimtab.plan.unrun import UnrunKernels
 from trimtab.plan.without_values import WithoutValues
 from trimtab.routing.recompute import replay_in_recompute
 
@@ -131,21 +132,32 @@ def test_a_main_grad_is_no_gradient_here_either() -> None:
         assert all(p.main_grad.shape == p.shape for p in experts.parameters())
 
 
+def layer_peak(mode: Any, kernels: str, run_by: Any, dtype: torch.dtype, **options: Any) -> int:
+    with mode:
+        router = RouterConfig(num_experts=E, top_k=K)
+        layer = MoEConfig(dim=256, hidden=128, router=router, kernels=kernels, dtype=dtype, **options).build()
+        x = torch.randn(2048, 256, requires_grad=True, dtype=dtype)
+        even = torch.arange(2048 * K).view(2048, K) % E if run_by is None else None
+        layer(x, ids=even).y.sum().backward()  # its self-test is not part of it
+        with Ledger(kernels=run_by) as ledger:
+            layer(x, ids=even).y.sum().backward()
+    return ledger.peak()[0]
+
+
 def test_the_ledger_counts_memory_of_what_is_not_there() -> None:
     """The bytes of the real layer by the same kernels, all experts at once."""
+    real, fake = (
+        layer_peak(mode, "grouped_mm", GroupedMMBackend() if fake else None, torch.float32)
+        for mode, fake in ((nullcontext(), False), (WithoutValues(), True))
+    )
+    assert fake == pytest.approx(real, rel=0.002)  # a plan whose rows nobody has counted is two numbers longer
 
-    def peak(mode: Any) -> int:
-        with mode:
-            moe = MoEConfig(dim=256, hidden=128, router=RouterConfig(num_experts=E, top_k=K), kernels="grouped_mm")
-            layer = moe.build()
-            x = torch.randn(512, 256, requires_grad=True)
-            layer(x).y.sum().backward()  # its self-test is not part of it
-            with Ledger(kernels=GroupedMMBackend()) as ledger:
-                layer(x).y.sum().backward()
-        return ledger.peak()[0]
 
-    found = peak(WithoutValues()) - peak(nullcontext())
-    assert 0 <= found <= 64, "a plan whose rows nobody has counted is two numbers longer"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_kernels_say_what_they_hold_inside(dtype: torch.dtype) -> None:
+    real = layer_peak(nullcontext(), "cpu", None, dtype)
+    fake = layer_peak(WithoutValues(), "cpu", UnrunKernels(), dtype)
+    assert fake == pytest.approx(real, rel=0.01)
 
 
 def test_stock_products_read_nothing_either() -> None:
