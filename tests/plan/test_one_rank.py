@@ -1,6 +1,6 @@
 """A plan of one rank against the allocator's own count of the real step, which shares no code with the ledger.
 
-    python -m plan.test_one_rank FIRST LAST      the sweep: drawn cases by their seeds, and how far plans are off
+python -m plan.test_one_rank FIRST LAST      the sweep: drawn cases by their seeds, and how far plans are off
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plan.cases import configured, drawn
-from trimtab.errors import BackendError
 from trimtab.kernels.compiler import find_compiler
-from trimtab.plan.ledger import Ledger
 from trimtab.plan.stages import Stages, measure
 from trimtab.plan.trained import trained
 from trimtab.plan.without_values import World
