@@ -31,7 +31,7 @@ Recorded = dict[tuple[str, int], tuple[Moved, Moved]]
 
 
 def name_of(message: list[int]) -> str:
-    name = b"".join(value.to_bytes(8, "little", signed=True) for value in message[facts.NAME :])
+    name = b"".join(value.to_bytes(8, "little", signed=True) for value in message[facts.NAME : facts.COLUMNS])
     return name.lstrip(b"\0").decode()
 
 
