@@ -30,10 +30,12 @@ def real_model(source: Any, options: dict[str, Any]) -> Any:
     return finished(model, config)
 
 
-def steps(model: Any, step: Any, count: int = 2) -> None:
+def steps(model: Any, step: Any, foreach: bool, count: int = 2) -> None:
     """A loop that shares no code with the plan's."""
     model.train()
     optimizer = step.optimizer()
+    for group in optimizer.param_groups if foreach else ():
+        group["foreach"] = True
     for _ in range(count):
         for _ in range(step.grad_accum):
             step.loss().backward()
@@ -60,7 +62,7 @@ def main() -> None:
         before = heap.heap_now()
         model = real_model(source, {"config": config})
         heap.heap_reset()
-        steps(model, trained(model, config, Mesh.of(config, world=1)))
+        steps(model, trained(model, config, Mesh.of(config, world=1)), case.get("foreach", False))
         most = heap.heap_most() - before
         del model
     print(json.dumps(most))

@@ -19,13 +19,15 @@ MB = 1 << 20
 class Device:
     """rounding: bytes to which the allocator rounds a size up. outside: bytes beside the allocator's, in words.
     free: of all memory, what is to be left to fragmentation. copied: parts of names of collectives of which the network
-    holds the input once more while they run.
+    holds the input once more while they run. foreach: whether PyTorch's optimizers step all parameters at once there,
+    unless they are told otherwise.
     """
 
     rounding: int = 1
     outside: Mapping[str, int] = field(default_factory=dict)
     free: float = 0.0
     copied: tuple[str, ...] = ()
+    foreach: bool = False
 
     @property
     def added(self) -> int:
@@ -45,6 +47,7 @@ DEVICES: dict[str, Device] = {
         rounding=512,
         outside={"CUDA context": 500 * MB, "NCCL": 600 * MB, "cuBLAS workspace": 64 * MB},
         free=0.08,
+        foreach=True,
     ),
 }
 """By the type of torch's device; "cpu" with Gloo, whose reduce-scatter copies its input, "cuda" with NCCL."""

@@ -62,7 +62,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages that operators return while it is entered; on fake tensors it is entered inside their mode.
 
     now: bytes alive. `peak`, `categories` and `biggest` look back. phases: each with the time of its begin. calls: the
-    times at which operators were called. flops: of all operators that PyTorch has a formula for. moved: bytes that each
+    time and the name of each operator's. flops: of all operators that PyTorch has a formula for. moved: bytes that each
     collective was given, by its name and its ranks.
 
     Args:
@@ -84,7 +84,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages: list[Storage] = []
         self._alive: list[int] = []  # bytes, by time
         self.phases: list[tuple[str, int]] = [("", 0)]
-        self.calls: list[int] = []
+        self.calls: list[tuple[int, str]] = []
         self.moved: Counter[str] = Counter()
         self._living: dict[int, Storage] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -197,8 +197,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        self.calls.append(self.clock)
         given, name, schema = [*_tensors((args, kwargs))], str(func), func._schema
+        self.calls.append((self.clock, name))
         lent = func is torch.ops.aten.resize_.default  # memory of a `HostBufferPool`, on its way out
         for tensor in given:
             self._meet(tensor, name, counts=lent)

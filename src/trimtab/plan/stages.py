@@ -50,14 +50,19 @@ class Step:
     grad_accum: int = 1
 
 
+Points = tuple[list[str], Tensor]
+"""Operators' names, and their bytes [operator, category]."""
+
+
 @dataclass(frozen=True)
 class Stages:
     """points: the bytes of each stage [operator, category], at the most from each of its operators to the next one.
-    flops: of the step. moved: bytes that each collective is given in the step."""
+    flops: of the step. moved: bytes that each collective is given in the step. names: of each stage's operators."""
 
     points: dict[str, Tensor]
     flops: int
     moved: Counter[str]
+    names: dict[str, list[str]] = field(default_factory=dict)
     ledger: Ledger | None = field(default=None, repr=False)
 
     @property
@@ -126,14 +131,18 @@ def measure(
     with world.running(), ledger:
         ledger.know([*model.parameters(), *model.buffers()], "weights")
         optimizer = step.optimizer()
+        for group in optimizer.param_groups if device.foreach else ():
+            if group.get("foreach", True) is None and not group.get("fused"):
+                group["foreach"] = True
         _step(model, step, optimizer, ledger)
         before = ledger.flops
         ledger.moved.clear()
         begin = _step(model, step, optimizer, ledger)
     for hook in hooks:
         hook.remove()
-    points = {name: _points(ledger, *times) for name, times in _stages(ledger, begin)}
-    return Stages(points, ledger.flops - before, ledger.moved, ledger)
+    found = {name: _points(ledger, *times) for name, times in _stages(ledger, begin)}
+    names, points = ({name: pair[0] for name, pair in found.items()}, {name: pair[1] for name, pair in found.items()})
+    return Stages(points, ledger.flops - before, ledger.moved, names, ledger)
 
 
 def _step(model: nn.Module, step: Step, optimizer: torch.optim.Optimizer, ledger: Ledger) -> int:
@@ -192,11 +201,12 @@ def _stages(ledger: Ledger, begin: int) -> Iterable[tuple[str, tuple[int, int]]]
             yield name, (since, until)
 
 
-def _points(ledger: Ledger, since: int, until: int) -> Tensor:
-    """The bytes [operator, category] of the operators between two times."""
-    calls = ledger.calls
-    cuts = [since, *calls[bisect_left(calls, since) : bisect_left(calls, until)], until]
-    return ledger.by_category()[[ledger.peak(*pair)[1] for pair in pairwise(cuts)]]
+def _points(ledger: Ledger, since: int, until: int) -> Points:
+    """Of the operators between two times."""
+    first, last = (bisect_left(ledger.calls, (time, "")) for time in (since, until))
+    calls = [(since, ""), *ledger.calls[first:last], (until, "")]
+    times = [ledger.peak(begin, end)[1] for (begin, _), (end, _) in pairwise(calls)]
+    return [name for _, name in calls[:-1]], ledger.by_category()[times]
 
 
 def extrapolated(kinds: Sequence[Hashable], run: Callable[[Sequence[int]], Stages]) -> Stages:
@@ -209,24 +219,35 @@ def extrapolated(kinds: Sequence[Hashable], run: Callable[[Sequence[int]], Stage
     own = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in counts}
     ends = {i for places in own.values() for i in (*places[:KEPT], *places[-KEPT:])}
     base = run(sorted(ends))
-    points, flops, moved = dict(base.points), base.flops, Counter(base.moved)
+    points, names = dict(base.points), dict(base.names)
+    flops, moved = base.flops, Counter(base.moved)
     for places in own.values():
         inner = [i for i in places if i not in ends]
         if not inner:
             continue
         more, times = run(sorted({*ends, inner[0]})), len(inner)
         for name, few in base.points.items():
-            points[name] = _added(points[name], few, more.points[name], times)
+            pairs = (names[name], points[name]), (base.names[name], few), (more.names[name], more.points[name])
+            names[name], points[name] = _added(*pairs, times)
         flops += times * (more.flops - base.flops)
         for name in more.moved:
             moved[name] += times * (more.moved[name] - base.moved[name])
     if any(bool((part < 0).any()) for part in points.values()):
         return run(range(len(kinds)))  # no fixed places
-    return Stages(points, flops, moved, base.ledger)
+    return Stages(points, flops, moved, names, base.ledger)
 
 
-def _added(points: Tensor, few: Tensor, more: Tensor, times: int) -> Tensor:
-    """Point by point where there are as many, else at the most of each."""
-    if len({len(points), len(few), len(more)}) > 1:
-        points, few, more = (each[each.sum(1).argmax()][None] for each in (points, few, more))
-    return points + times * (more - few)
+def _added(whole: Points, few: Points, more: Points, times: int) -> Points:
+    """Operator by operator where they are the same ones, else at the most of all of a name."""
+    if not whole[0] == few[0] == more[0]:
+        whole, few, more = map(_by_name, (whole, few, more))
+    return whole[0], whole[1] + times * (more[1] - few[1])
+
+
+def _by_name(points: Points) -> Points:
+    tops: dict[str, Tensor] = {}
+    for name, row in zip(*points, strict=True):
+        if name not in tops or row.sum() > tops[name].sum():
+            tops[name] = row
+    names = sorted(tops)
+    return names, torch.stack([tops[name] for name in names])
