@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help train test check lint house wheel try-wheel verify megatron-check replicated-check docs-check peers gpu-check gpu-bench bench docs clean
+.PHONY: help train test check lint house wheel try-wheel verify megatron-check replicated-check docs-check peers gpu-check gpu-bench gpu-table bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -80,6 +80,9 @@ gpu-check: $(GPU_READY)  ## on a GPU, 3 minutes: values, host waits, CUDA graphs
 
 gpu-bench: $(GPU_READY)  ## on a GPU, 8 minutes: that, a profile, layers beside transformers, tiles; writes runs/gpu/gpu.md
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks gpu
+
+gpu-table: $(VENV)/ready  ## what Triton's compiler makes of the kernels of real layers for five GPUs, none needed: 5 minutes
+	PYTHONPATH=tests:. OMP_NUM_THREADS=1 $(BIN)/python -m gpu_evidence.compiled
 
 bench: $(VENV)/ready  ## race trimtab against peers and the limit, about 2 h; writes benchmarks/results; goes on where it was stopped
 	$(BIN)/python -m benchmarks step

@@ -32,22 +32,24 @@ def measure(run: Measuring) -> str:
     """Of each launch and candidate: milliseconds and TFLOP/s, or why not."""
     if not run.on_cuda:  # interpreted, to see that the launches are called as they want to be
         os.environ["TRITON_INTERPRET"] = "1"
-    from trimtab.kernels.triton.language import Launch, Tiles
+    from trimtab.kernels.triton.language import Gemms, Launch, Tiles, on
 
     case = cases(run.device)[1 if run.on_cuda else 0][1]
-    shipped, candidates = Launch(), [Tiles(**given) for given in CANDIDATES]
-    if not run.on_cuda:
+    if run.on_cuda:
+        gemms, candidates = on(torch.device("cuda", torch.cuda.current_device()))[0], [Tiles(**c) for c in CANDIDATES]
+        shipped = Launch(gemms=gemms)
+    else:
         small = Tiles(m=32, n=64, k=64, warps=1, stages=1)
-        every = {f.name: small for f in fields(Launch) if isinstance(getattr(shipped, f.name), Tiles)}
-        shipped, candidates = Launch(programs=2, wide=True, **every), [replace(small, m=16)]
+        gemms, candidates = Gemms(**{f.name: small for f in fields(Gemms)}), [replace(small, m=16)]
+        shipped = Launch(programs=2, wide=True, gemms=gemms)
     rows: list[dict[str, Any]] = []
     for name, (field, flops, step) in launches(case).items():
-        own = getattr(shipped, field)
+        own = getattr(gemms, field)
         wanted = step(shipped)
         for tiles in (own, *(t for t in candidates if t != own)):
             if run.left() <= 0:
                 break
-            launch = replace(shipped, **{field: tiles})
+            launch = replace(shipped, gemms=replace(gemms, **{field: tiles}))
             words = f"{tiles.m}x{tiles.n}x{tiles.k}, {tiles.warps} warps, {tiles.stages} stages, {tiles.per_sm} per SM"
             row: dict[str, Any] = {"launch": name, "tiles": words, "ships": tiles == own}
             try:
@@ -77,7 +79,7 @@ def measure(run: Measuring) -> str:
 
 
 def launches(case: LayerCase) -> dict[str, tuple[str, int, Callable[[Any], tuple[Tensor, ...]]]]:
-    """Name -> (its tiles in `Launch`, FLOPs, one launch, which gives what it wrote)."""
+    """Name -> (its tiles in `Gemms`, FLOPs, one launch, which gives what it wrote)."""
     from trimtab.kernels.triton import products, swiglu
     from trimtab.kernels.triton.moves import place_slots
 

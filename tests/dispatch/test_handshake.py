@@ -18,6 +18,7 @@ from helpers import exchanges
 from helpers.cases import case
 from helpers.exchanges import RULE, Changed, Layer, Said, said_of
 from helpers.ranks import run_ranks
+from trimtab.dispatch import dispatcher as dispatcher_module
 from trimtab.dispatch.all_gather import AllGather
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.dispatcher import Dispatcher
@@ -262,6 +263,25 @@ def test_a_block_that_decides_otherwise_when_run_again_is_named_on_every_rank() 
     for said in run_ranks(undecided_on_rank, RANKS):
         assert said[:2] == ("DesyncError", (1,))
         assert re.search(r"rank\(s\) 1 have other numbers of slots.*`trimtab.replay_in_recompute`", said.message)
+
+
+def sizes_on_rank(make: Callable[..., Any], combine: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatcher_module, "static_by_default", lambda t: True)  # as on a device
+        dispatcher = Dispatcher(E, make(dist.group.WORLD), combine=combine, sizes=True)
+        for inputs in (
+            case(kind, dist.get_rank(), RANKS, E, K, D, torch.float32) for kind in ("masked", "empty_source")
+        ):
+            rows = dispatcher.dispatch(*inputs)
+            assert rows.sizes_e == torch.bincount(rows.ids_MK[rows.ids_MK >= 0], minlength=E // RANKS).tolist()
+            assert sum(rows.sizes_e) == rows.num_slots
+            dispatcher.combine(rows.x_MD, rows)
+
+
+@pytest.mark.parametrize("combine", ["sum", "ordered"])
+@pytest.mark.parametrize("make", TRANSPORTS)
+def test_the_slots_of_each_expert_come_with_the_counts(make: Callable[..., Any], combine: str) -> None:
+    run_ranks(sizes_on_rank, RANKS, make, combine)
 
 
 CALL = CallId(layer="a", number=3, experts=6, top_k=2, width=8, fingerprint="")

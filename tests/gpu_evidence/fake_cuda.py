@@ -95,6 +95,10 @@ class Watch(TorchDispatchMode):
             self.launched(name)
         return out
 
+    def kernel(self, kernel: Any, args: Any, options: Any) -> None:
+        """A launch of Triton's."""
+        self.launched(f"triton {kernel.__name__}")
+
     def launched(self, name: str) -> None:
         if self.recording:
             return
@@ -111,14 +115,16 @@ def fake_cuda(watch: Watch) -> Iterator[None]:
         self.candidates[0], device
     )
     torch.cuda.device_of = Current  # type: ignore[assignment, misc]
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(  # type: ignore[assignment]
+        major=9, minor=0, multi_processor_count=132
+    )
     if sys.modules.get("triton", "") is not None and importlib.util.find_spec("triton"):
         from triton.runtime.jit import JITFunction
 
-        JITFunction.run = lambda self, *args, **kwargs: watch.launched(f"triton {self.__name__}")
+        JITFunction.run = lambda self, *args, **kwargs: watch.kernel(self, args, kwargs)
     torch.cuda.CUDAGraph = partial(Graph, watch)  # type: ignore[assignment, misc]
     torch.cuda.Stream = torch.cuda.Event = Idle  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = Idle  # type: ignore[assignment]
+    torch.cuda.current_stream = torch.accelerator.current_stream = Idle  # type: ignore[assignment]
     torch.cuda.stream = nullcontext  # type: ignore[assignment, misc]
     made = torch.tensor
 
@@ -155,6 +161,12 @@ class Idle:
 
     def record(self, stream: Any = None) -> None: ...
 
+    def record_event(self) -> Idle:
+        return self
+
+    def query(self) -> bool:
+        return True
+
 
 class Graph:
     """In place of torch.cuda.CUDAGraph: what is recorded launches nothing, and a replay is one launch."""
@@ -174,10 +186,10 @@ class Graph:
 
 def values(t: Tensor, watch: Watch) -> Any:
     """What the host reads: of the device the handshake alone, where each rank sends its share to each."""
-    if t.device.type == "cpu":  # a layer's name
+    if t.dim() == 1:  # a layer's name
         return [0] * t.numel()
     watch.waits.append(f"tolist {place()}")
-    row = [0] * facts.COLUMNS
+    row = [0] * facts.COLUMNS + [T * K // E] * (t.shape[2] - facts.COLUMNS)
     row[facts.ROWS], row[facts.SLOTS], row[facts.TOKENS], row[facts.GRAD] = 2 * T // P, T * K // P, T, 1
     return [[row] * t.shape[1]] * t.shape[0]
 
@@ -224,6 +236,29 @@ def layer() -> Steps:
     return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
 
 
+def megatron() -> Steps:
+    """The exchange of Megatron's own experts, which split rows on the host."""
+    import torch.distributed as dist
+
+    from trimtab.dispatch.options import ExchangeOptions
+    from trimtab.integrations.megatron.dispatcher import TokenDispatcher
+
+    config = SimpleNamespace(num_moe_experts=E, moe_ffn_hidden_size=F, moe_router_topk=K)
+    groups = SimpleNamespace(ep=fake_group(), expt_tp=dist.new_group([0]), tp_ep=fake_group())
+    dispatcher = TokenDispatcher(config, groups, takes_rows=False, options=ExchangeOptions())
+    x, (ids, w), found = rows(), slots(), {}
+    facts.compare = lambda *args: None  # nobody else is there
+
+    def forward() -> None:
+        sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, ids, w))
+        rows_RH, sizes_e, probs_R = dispatcher.dispatch_postprocess(*sent)
+        assert (sizes_e.device.type, rows_RH.shape[0]) == ("cpu", T * K)
+        home = dispatcher.token_combine(dispatcher.combine_preprocess((rows_RH * probs_R[:, None]).bfloat16()))
+        found["y"] = dispatcher.combine_postprocess(home)
+
+    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+
+
 def fake_group() -> Any:
     """Its collectives return what was in their results' memory."""
     import torch.distributed as dist
@@ -234,9 +269,12 @@ def fake_group() -> Any:
     return dist.group.WORLD
 
 
-def all_to_all(**more: Any) -> Steps:
+def all_to_all(guard: bool = False, **more: Any) -> Steps:
     """In a call that is not the first."""
-    dispatcher = Dispatcher(E, AllToAll(fake_group(), guard=False), **more)
+    transport = AllToAll(fake_group(), guard=guard)
+    if transport.guard is not None:
+        transport.guard.waits, transport.guard._first = True, False
+    dispatcher = Dispatcher(E, transport, **more)
     module, x, (ids, w), found = experts(E // P), rows(), slots(), {}
     dispatcher.calls = 1
     facts.compare = lambda *args: None  # nobody else is there
@@ -295,10 +333,12 @@ CASES: dict[str, Callable[[], Steps]] = {
     "replicas": replicas,
     "layer": layer,
     "all-to-all": all_to_all,
+    "all-to-all, guarded": lambda: all_to_all(guard=True),
     "all-to-all, replicas": lambda: all_to_all(replication=ReplicationConfig(copy_cost=512)),
     "all-to-all, ordered": lambda: all_to_all(combine="ordered"),
     "linear": linear,
     "ddp, flags": ddp_flags,
+    "megatron": megatron,
 }
 
 

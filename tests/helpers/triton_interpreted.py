@@ -19,14 +19,23 @@ from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.selftest import self_test
 from trimtab.kernels.triton import swiglu
-from trimtab.kernels.triton.language import BAND, Launch, Tiles, segment_tiles, segments_power, tile_of, tl, triton
+from trimtab.kernels.triton.language import (
+    BAND,
+    Gemms,
+    Launch,
+    Tiles,
+    segment_tiles,
+    segments_power,
+    tile_of,
+    tl,
+    triton,
+)
 from trimtab.kernels.triton.moves import combine, gather, place_slots
 from trimtab.kernels.triton.products import TritonBackend
 
 SMALL = Tiles(m=32, n=32, k=32, warps=1, stages=1)
-LAUNCH = Launch(
-    programs=3, rows=SMALL, across=SMALL, gate_up=SMALL, dh=SMALL, wgrad=SMALL, wgrad_gathered=SMALL, float32=SMALL
-)  # fmt: skip
+GEMMS = Gemms(rows=SMALL, across=SMALL, gate_up=SMALL, dh=SMALL, wgrad=SMALL, wgrad_gathered=SMALL, float32=SMALL)
+LAUNCH = Launch(programs=3, gemms=GEMMS)
 WIDE = Tiles(m=32, n=256, k=32, warps=1, stages=1)  # an epilogue takes its columns in parts
 BOUNDS = {torch.float32: 2e-6, torch.float16: 4e-3}
 CHOICE = KernelChoice(TritonBackend(LAUNCH))
@@ -137,7 +146,7 @@ def main() -> None:
     experts_are_true(replace(experts, rows=1, dim=32, hidden=64, main_grad="accumulate"), "cpu")
     experts_are_true(replace(experts, fall="cold", dim=32, hidden=32, main_grad="overwrite"), "cpu")
     experts_are_true(replace(experts, dtype=torch.float16), "cpu")
-    wide = KernelChoice(TritonBackend(replace(LAUNCH, float32=WIDE)))
+    wide = KernelChoice(TritonBackend(replace(LAUNCH, gemms=replace(GEMMS, float32=WIDE))))
     experts_are_true(replace(experts, kernels=wide, hidden=300, main_grad="accumulate"), "cpu")
     experts_are_true(replace(experts, fall="cold", autocast=torch.float16), "cpu")
     experts_are_true(replace(experts, fall="one_expert", rows=300, top_k=1, hidden=72), "cpu")  # two bands

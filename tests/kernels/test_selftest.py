@@ -143,6 +143,26 @@ def test_the_experts_that_fused_kernels_are_held_to_have_autograd_s_gradients() 
         torch.testing.assert_close(found[name], value, msg=name)
 
 
+@pytest.mark.parametrize("check", ["first_glue_fault", "first_triton_fault"])
+def test_what_triton_raises_is_a_reason_to_fall_back(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compiler's errors derive from Exception alone."""
+
+    class OutOfResources(Exception):
+        pass
+
+    class OnTriton(GroupedMMBackend):
+        name, words, launch = "on_triton", (), object()
+
+    def raises(*args: Any) -> None:
+        raise OutOfResources("shared memory, Required: 147456, Hardware limit: 101376")
+
+    monkeypatch.setattr(selftest, "first_glue_fault", lambda *args: None)
+    monkeypatch.setattr(selftest, check, raises)
+    choice = KernelChoice(OnTriton(), fallback=["torch"])
+    with pytest.warns(UserWarning, match="'on_triton' failed.*OutOfResources: shared memory, Required: 147456"):
+        assert choice.on(CPU, torch.float32).name == "torch"
+
+
 def test_all_refused_names_all() -> None:
     with pytest.raises(BackendError, match=r"'leaves_tail' failed.*'stale_groups' failed"):
         KernelChoice(LeavesTail(), fallback=[StaleGroups()]).on(CPU, torch.float32)

@@ -10,13 +10,13 @@ import sys
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 
-from mutants import dispatch_bugs, expert_bugs, gradient_bugs, replication_bugs, routing_bugs
+from mutants import dispatch_bugs, expert_bugs, gradient_bugs, optim_bugs, replication_bugs, routing_bugs
 from mutants.patching import Mutant as Mutant
 from trimtab.errors import ConfigError
 
 MUTANTS: tuple[Mutant, ...] = (
     *routing_bugs.MUTANTS, *expert_bugs.MUTANTS, *dispatch_bugs.MUTANTS, *gradient_bugs.MUTANTS,
-    *replication_bugs.MUTANTS,
+    *replication_bugs.MUTANTS, *optim_bugs.MUTANTS,
 )  # fmt: skip
 
 

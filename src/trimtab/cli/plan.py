@@ -65,7 +65,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan; returns 0 if a layout fits, else 1."""
-    least = min(options.ranks, options.layouts, options.gb or 1, options.tflops, options.link, options.per_host)
+    least = min(
+        options.ranks,
+        options.layouts,
+        1 if options.gb is None else options.gb,
+        options.tflops,
+        options.link,
+        options.per_host,
+    )
     if not least > 0:
         raise ConfigError("--ranks, --gb, --layouts, --tflops, --link and --per-host must be more than 0")
     given = {name: getattr(options, name) for name in sorted(FIELDS) if hasattr(options, name)}

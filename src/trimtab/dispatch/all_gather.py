@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.over_group import OverGroup, pack, unpack, watched
+from trimtab.dispatch.over_group import OverGroup, pack, read, unpack, watched
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.guard.guard import Guard
 
@@ -43,7 +43,7 @@ class AllGather(OverGroup):
 
     def handshake(self, message_PC: Tensor) -> Handshake:
         self.refuse_without_values(message_PC)
-        everyone = gather_uneven(message_PC, self.size, self.group, self.guard).tolist()
+        everyone = read(self.guard, gather_uneven(message_PC, self.size, self.group, self.guard))
         return Handshake(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
 
     def dispatch(

@@ -12,6 +12,7 @@ from trimtab.dispatch.over_group import (
     OverGroup,
     empty_rows,
     pack,
+    read,
     row_bytes,
     unpack,
     watched,
@@ -45,7 +46,7 @@ class AllToAll(OverGroup):
         self.refuse_without_values(message_PC)
         received_PC = torch.empty_like(message_PC)
         watched(self.guard, dist.all_to_all_single, (received_PC, message_PC), group=self.group)
-        sent, received = torch.stack((message_PC, received_PC)).tolist()
+        sent, received = read(self.guard, torch.stack((message_PC, received_PC)))
         return Handshake(sent=sent, received=received, everyone=[])
 
     def dispatch(

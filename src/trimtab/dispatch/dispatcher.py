@@ -37,6 +37,7 @@ from trimtab.dispatch.transport import Handshake, Transport, layer_frame
 from trimtab.errors import DesyncError, InputError
 from trimtab.kernels.tensor_checks import static_by_default
 from trimtab.layout import experts_per_rank
+from trimtab.routing.scores import count_ids
 from trimtab.validation import check_sizes
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Dispatcher:
         fingerprint: anything else that must be the same on every rank, such as "hidden 512 swiglu".
         replication: copy hot experts to other ranks for one call, by this rule, the same on every rank. None, and in a
             group of one: slots go to their expert's own rank. The experts must run replicas (`Dispatched.replicas`).
+        sizes: for experts that split their rows on the host: `Dispatched.sizes_e`, without another read of a device.
         etp: the ranks that share each expert's F. Under a guard an error of this group's fails theirs, which would
             wait; and where experts are replicated they plan together, for each computes the slots of all.
 
@@ -75,6 +77,7 @@ class Dispatcher:
         layer: str = "",
         fingerprint: str = "",
         replication: ReplicationConfig | None = None,
+        sizes: bool = False,
         etp: Transport | None = None,
     ) -> None:
         check_combine(combine, layer)
@@ -87,6 +90,7 @@ class Dispatcher:
         self.combine_mode = combine
         self.layer = layer
         self.fingerprint = fingerprint
+        self.sizes = sizes
         self.calls = 0
         self.guard: Guard | None = getattr(transport, "guard", None)
         if self.guard is not None:
@@ -164,7 +168,8 @@ class Dispatcher:
         sent_TK, plan, columns = (known_TK, None, {}) if self._planner is None else self._planner.place(known_TK, call)
         sort = sort_by_rank(sent_TK, self._places, self.ranks)
         values: dict[int, Tensor | int] = {facts.GRAD: own, **columns}
-        met = self._count(transport, sort, ids_TK, w_TK, call, values, given)
+        slots_Pe = count_ids(sent_TK.long(), call.sized * self.ranks).view(self.ranks, -1) if call.sized else None
+        met = self._count(transport, sort, ids_TK, w_TK, call, values, given, slots_Pe)
         route = self._route(transport, sort, met, call)
         w_TK = require_grad_if_any(w_TK, any(theirs[facts.GRAD] for theirs in met.received), own)
         x_MD, w_MK, ids_MK, sent = Dispatch.apply(route, x_TD, w_TK, sent_TK)  # type: ignore[no-untyped-call]
@@ -174,6 +179,8 @@ class Dispatcher:
         ids_MK = ids_MK.mul_(mine).sub_(1)
         n = sum(route.slots.incoming)
         rows = Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
+        if call.sized:
+            rows.sizes_e = [*map(sum, zip(*(theirs[facts.COLUMNS :] for theirs in met.received), strict=True))]
         if self._planner is not None and plan is not None:
             rows.replicas = self._planner.route(plan, route, met, compared=bool(given.weights))
             self.replicated = plan
@@ -217,13 +224,13 @@ class Dispatcher:
 
     def _count(
         self, transport: Transport, sort: RankSort, ids_TK: Tensor, w_TK: Tensor, call: CallId,
-        values: dict[int, Tensor | int], given: Facts,
+        values: dict[int, Tensor | int], given: Facts, slots_Pe: Tensor | None,
     ) -> Handshake:  # fmt: skip
         """Exchange counts, and compare facts, before any row moves."""
         count = checks.bad_slots if static_by_default(ids_TK) else checks.count_bad
         values |= {facts.SLOTS: sort.slots_P, facts.TOKENS: sort.tokens}
         values[facts.BAD] = count(ids_TK, w_TK, self.num_experts)
-        message = count_message(sort.rows_P, call, values, given)
+        message = count_message(sort.rows_P, call, values, given, slots_Pe)
         self._at("count")
         met: Handshake = self._run(transport.handshake, message)
         self.calls += 1
@@ -259,6 +266,7 @@ class Dispatcher:
             top_k=ids.shape[-1] if ids.dim() else 0,
             width=x.shape[-1] if x.dim() else 0,
             fingerprint=f"{own}, {self.fingerprint}" if self.fingerprint else own,
+            sized=self._places if self.sizes and static_by_default(x) else 0,
         )
 
     def _at(self, phase: str) -> None:

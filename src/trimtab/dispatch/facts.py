@@ -8,7 +8,8 @@ Where two ranks differ, every rank raises the same error, with both sides in wor
     tp_tokens    a line of ranks   the line, and its number of sequences (of each pack, too) and positions
     cp_tokens    a line of ranks   the line, and its number of sequences (of each pack, too)
 
-A message is as wide whatever a call uses: ranks out of step meet in messages of one size.
+A message is as wide whatever a call uses: ranks out of step meet in messages of one size. On a device alone, where all
+layers of a model have experts that split rows on the host, it also has how many slots each expert of its rank gets.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ NO_FACTS = Facts()
 
 @dataclass(frozen=True, kw_only=True)
 class CallId:
-    """One layer call, as every rank of the group must have it. `fingerprint`: the rest of the configuration."""
+    """One layer call, as every rank of the group must have it. `fingerprint`: the rest of the configuration. sized: how
+    many columns behind the others have the slots of each expert."""
 
     layer: str
     number: int
@@ -79,6 +81,7 @@ class CallId:
     top_k: int
     width: int
     fingerprint: str
+    sized: int = 0
 
     def columns(self, phase: str, direction: str) -> list[int]:
         """The columns from MOVEMENT on. The name travels as its last 32 bytes, the fingerprint as a checksum."""
@@ -90,7 +93,7 @@ class CallId:
         tail = self.layer.encode()[-8 * NAME_COLUMNS :].rjust(8 * NAME_COLUMNS, b"\0")
         name = [int.from_bytes(tail[i : i + 8], "little", signed=True) for i in range(0, len(tail), 8)]
         checksum = zlib.crc32(f"{self.layer} {self.fingerprint}".encode())
-        return [self.number, self.experts, self.top_k, self.width, checksum, *name]
+        return [self.number, self.experts, self.top_k, self.width, checksum, *name, *[0] * self.sized]
 
 
 class _OfAll(NamedTuple):

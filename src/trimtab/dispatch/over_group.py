@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import InputError
+from trimtab.guard.arrival import Arrival
 from trimtab.guard.guard import Guard, SharedWhenCopied
 from trimtab.guard.peers import has_gloo
 from trimtab.kernels.tensor_checks import no_values, row_major
@@ -59,6 +60,14 @@ def watched(guard: Guard | None, collective: Callable[..., Any], *calls: tuple[A
             collective(*args, **kwargs)
     else:
         guard.wait(*(collective(*args, **kwargs, async_op=True) for args in calls))
+
+
+def read(guard: Guard | None, counts: Tensor) -> Any:
+    """`counts.tolist()`. The guard waits where they are on a device."""
+    if guard is None or not guard.waits or counts.device.type == "cpu":
+        return counts.tolist()
+    guard.wait(arrival := Arrival(counts))
+    return arrival.values.tolist()
 
 
 def row_bytes(like: Sequence[Tensor]) -> int:

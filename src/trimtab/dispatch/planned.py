@@ -78,13 +78,16 @@ class Planned(AllToAll):
                 for column, values in zip(columns, moved, strict=True):
                     for row, value in zip(rows, values):  # noqa: B905  # none where nothing is replicated
                         row[column] = value
+                for row in rows:  # an expert's slots, where they are asked for: all alike
+                    places = len(row) - facts.COLUMNS
+                    row[facts.COLUMNS :] = [(row[facts.SLOTS] + place) // places for place in range(places)]
         else:  # each peer expects what this rank sends, and sends what it expects
             for row in received:
                 row[facts.ROWS], row[facts.SLOTS] = row[facts.SLOTS], row[facts.ROWS]
         return Handshake(sent=sent, received=received, everyone=[])
 
     def _counts(self, known: list[int]) -> tuple[Moved, Moved]:
-        name = b"".join(value.to_bytes(8, "little", signed=True) for value in known[facts.NAME :])
+        name = b"".join(value.to_bytes(8, "little", signed=True) for value in known[facts.NAME : facts.COLUMNS])
         call = Call(
             layer=name.lstrip(b"\0").decode(errors="replace"), number=known[facts.CALL], tokens=known[facts.TOKENS],
             top_k=known[facts.TOP_K], experts=known[facts.EXPERTS], rank=self.rank, ranks=self.size,

@@ -196,7 +196,6 @@ class GroupedLinear(GroupedModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
         shown = f"{self.num_groups} x ({self.in_features} -> {self.out_features}), bias={self.has_bias}"
         if not self.single_parameter:
             shown += ", single_parameter=False"

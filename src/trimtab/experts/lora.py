@@ -62,7 +62,6 @@ class ExpertAdapter(nn.Module):
             b.zero_()
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
         return f"{', '.join(self.names)}, rank={self.rank}, scale={self.scale:g}{', shared' * self.shared}"
 
 

@@ -262,7 +262,6 @@ class ExpertMLP(GroupedModule):
         return self.down.device
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
         shown = f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), {self.activation}"
         shown += f", bias={self.down_bias is not None}"
         return shown + self._options()

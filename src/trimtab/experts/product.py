@@ -139,26 +139,25 @@ class Product:
             low = self.low_precision
             if low is None:
                 assert isinstance(rows, Tensor)
-                jobs.append(partial(self._write_values, rows, d, block))
+                jobs.append(partial(self._write_values, sink, rows, d, block))
             else:
                 kept = low.keep(rows, "activation") if isinstance(rows, Tensor) else rows
                 assert kept is not None
-                jobs.append(partial(self._write_low, kept, low.keep(d, "gradient")))
+                jobs.append(partial(self._write_low, sink, low, kept, low.keep(d, "gradient")))
         if any(sink.wanted[values : values + biases]):
             wide = torch.promote_types(d.dtype, torch.float32)  # weights may be float64 beside narrower rows
             weighted = d if self.w_R1 is None else d * self.w_R1[block.rows].to(wide)
-            jobs.append(partial(self._write_biases, weighted, block))
+            jobs.append(partial(self._write_biases, sink, weighted, block))
         if weight.lora is not None and any(sink.wanted[-2:]):
-            jobs.append(partial(self._write_factors, rows, d, v, block))
+            jobs.append(partial(self._write_factors, sink, rows, d, v, block))
         if self.waits is None:
             while jobs:
                 jobs.pop(0)()
         else:
             self.waits += jobs
 
-    def _write_values(self, rows: Tensor, d: Tensor, block: Block) -> None:
-        assert self.sink is not None
-        weight, into, adds, groups = self.weight, self.sink.into, self.sink.adds, block.experts
+    def _write_values(self, sink: Sink, rows: Tensor, d: Tensor, block: Block) -> None:
+        weight, into, adds, groups = self.weight, sink.into, sink.adds, block.experts
         if weight.stacked:
             out = into[0]
             assert out is not None
@@ -184,25 +183,22 @@ class Product:
         self.kernels.grouped_wgrad(rows, d, block, by_row(fresh, weight.transposed))
         put_each(targets, fresh.unbind(), adds[groups])
 
-    def _write_low(self, rows: tuple[Tensor, ...], d: tuple[Tensor, ...]) -> None:
+    def _write_low(self, sink: Sink, low: Any, rows: tuple[Tensor, ...], d: tuple[Tensor, ...]) -> None:
         """Into buffers, which may be in no memory that can be viewed as [e, out, in]."""
-        assert self.sink is not None
-        assert self.low_precision is not None
         values = self.weight.values
-        into, adds = self.sink.into[: len(values)], self.sink.adds[: len(values)]
+        into, adds = sink.into[: len(values)], sink.adds[: len(values)]
         own = [t is not None and (t.ndim < 4 or t.is_contiguous()) for t in into]
         made = [
             target if target is not None and here else torch.empty_like(value).contiguous()
             for target, value, here in zip(into, values, own, strict=True)
         ]
         flags = [add and here for add, here in zip(adds, own, strict=True)]
-        self.low_precision.wgrad(rows, d, [joined(m) for m in made], flags, self.weight.stacked)
+        low.wgrad(rows, d, [joined(m) for m in made], flags, self.weight.stacked)
         put_each([None if here else target for target, here in zip(into, own, strict=True)], made, adds)
 
-    def _write_biases(self, d: Tensor, block: Block) -> None:
-        assert self.sink is not None
+    def _write_biases(self, sink: Sink, d: Tensor, block: Block) -> None:
         first, count = len(self.weight.values), len(self.weight.biases)
-        into, adds = self.sink.into[first : first + count], self.sink.adds[first : first + count]
+        into, adds = sink.into[first : first + count], sink.adds[first : first + count]
         sums = self.kernels.grouped_sum(d.to(self.kernels.compute_dtype(d.dtype)), block)
         if self.biases_stacked:
             target = into[0]
@@ -215,20 +211,19 @@ class Product:
     def biases_stacked(self) -> bool:
         return len(self.weight.biases) == 1 and self.weight.biases[0].ndim > 1
 
-    def _write_factors(self, rows: Rows, d: Tensor, v: Tensor | None, block: Block) -> None:
+    def _write_factors(self, sink: Sink, rows: Rows, d: Tensor, v: Tensor | None, block: Block) -> None:
         """Each by itself: one of the two may be frozen."""
-        assert self.sink is not None
-        lora, (d_a, d_b) = self.weight.lora, self.sink.into[-2:]
+        lora, (d_a, d_b) = self.weight.lora, sink.into[-2:]
         assert lora is not None
         if d_a is not None:
             assert v is not None
             assert isinstance(rows, Tensor)
             dropped = self._dropped(rows, lora, block)
-            self.kernels.grouped_wgrad(v, dropped, block, d_a[block.experts], add=self.sink.adds[-2])
+            self.kernels.grouped_wgrad(v, dropped, block, d_a[block.experts], add=sink.adds[-2])
         if d_b is not None:
             assert self.u is not None
             u = self.u[block.rows].to(self.wide)
-            self.kernels.grouped_wgrad(u, d, block, d_b[block.experts].transpose(1, 2), add=self.sink.adds[-1])
+            self.kernels.grouped_wgrad(u, d, block, d_b[block.experts].transpose(1, 2), add=sink.adds[-1])
 
     def _there(self, into: Tensor | None, block: Block) -> Tensor | None:
         return into[block.rows] if into is not None and self.direct else None

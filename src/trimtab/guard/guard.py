@@ -2,8 +2,8 @@
 
 Each rank writes its place into its own memory; nothing is sent. Where a collective over Gloo fails or outlives its
 deadline, this rank looks at the records and processes of the ranks of its host, judges, and leaves its verdict in its
-record, so that all raise the first cause. Who waits reads the records of the others, from the first collective on. With
-a device backend the record is kept, and nothing waits. No thread runs but while the store is asked for the peers.
+record, so that all raise the first cause. Who waits reads the records of the others, from the first collective on. On a
+device that is where the host reads counts, and nowhere else. No thread runs but while the store is asked for the peers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any, Protocol, Self
 import torch.distributed as dist
 
 from trimtab.errors import ConfigError, DesyncError, TrimtabError, first_line
-from trimtab.guard.peers import Introductions, PeerInfo, has_gloo, timeout_of
+from trimtab.guard.arrival import Arrival
+from trimtab.guard.peers import Introductions, PeerInfo, has_gloo, has_store, timeout_of
 from trimtab.guard.record import Place, RankRecord
 from trimtab.guard.verdict import Seen, Verdict, in_the_world, judge
 from trimtab.processes import end_behind_gloo
@@ -108,12 +109,13 @@ class Guard(SharedWhenCopied):
         self._group, self._transport = group, transport
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._lock = _LOCKS.setdefault(group, ExchangeLock())  # its other guards share it
-        self.gloo = has_gloo(group)
+        self.gloo, self.waits = has_gloo(group), has_store(group)
         self._record = RankRecord.create(self.rank)
         self._finish = weakref.finalize(self, _leave, self._record, os.getpid())
         if self.gloo:
-            self.deadline = min(self.deadline, 0.9 * timeout_of(group))
             end_behind_gloo()
+        if self.waits:
+            self.deadline = min(self.deadline, 0.9 * timeout_of(group))
             self._introductions = Introductions(group, "guard")
             self._introductions.say(record=self._record.fd, transport=transport)
         return self
@@ -127,7 +129,8 @@ class Guard(SharedWhenCopied):
         return self._record.place()
 
     def wait(self, *works: Waiting) -> None:
-        """Wait for collectives over Gloo, or through shared memory, in slices, so that this thread stays in charge.
+        """Wait for collectives over Gloo, through shared memory, or what a device sends (`Arrival`), in slices, so that
+        this thread stays in charge.
 
         Raises:
             PeerLost, PhaseTimeout: the first cause, the same on every rank of this host.
@@ -137,6 +140,7 @@ class Guard(SharedWhenCopied):
         self._record.wait(True)
         try:
             for work in works:
+                lost = False
                 while not (answer := settled(work))[0]:
                     if answer[0] is False:
                         raise self._judged(start, answer[1])
@@ -145,8 +149,9 @@ class Guard(SharedWhenCopied):
                         ask = now + min(now - start, _SELDOM)
                     if (known := self._known()) is not None:
                         raise known.error(self._waited(start))
-                    lost = isinstance(work, Introductions) and self._lost()  # any other work fails by itself
-                    if lost or time.monotonic() - start >= self.deadline:
+                    # Any other work fails by itself. Who is gone may have come before it went: look twice.
+                    before, lost = lost, isinstance(work, Introductions | Arrival) and self._lost()
+                    if (before and lost) or time.monotonic() - start >= self.deadline:
                         raise self._judged(start, "")
         except BaseException:
             for work in works:

@@ -121,15 +121,24 @@ class Introductions:
 
 def has_gloo(group: dist.ProcessGroup) -> bool:
     """True where the host waits for this group's collectives on CPU tensors through Gloo."""
-    return "cpu:gloo" in dist.get_backend_config(group).lower().split(",")
+    return "cpu:gloo" in _backends(group)
+
+
+def has_store(group: dist.ProcessGroup) -> bool:
+    """True where the ranks of a group can introduce themselves."""
+    return not {"mpi", "fake"} & {of.partition(":")[2] for of in _backends(group)}
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which this group's own collectives on CPU tensors give up."""
-    if not has_gloo(group):
-        return dist.default_pg_timeout.total_seconds()
-    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-    return seconds
+    """Seconds after which this group's own collectives over Gloo or NCCL give up."""
+    devices = [of.partition(":")[0] for of in ("cpu:gloo", "cuda:nccl") if of in _backends(group)]
+    default = dist.default_pg_timeout.total_seconds()
+    each = (group._get_backend(torch.device(device)).options._timeout.total_seconds() for device in devices)
+    return min(each, default=default)
+
+
+def _backends(group: dist.ProcessGroup) -> list[str]:
+    return dist.get_backend_config(group).lower().split(",")
 
 
 def process_state(pid: int, start: int) -> str:

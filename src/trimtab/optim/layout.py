@@ -11,9 +11,8 @@ Legend: E experts, F hidden dim, D model dim, H heads; B matrices, r repeats, s 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -59,16 +58,3 @@ class Layout:
         count = math.prod(shape[:-2]) * self.stacks * self.repeats // rows
         inputs = shape[-2] // self.stacks if self.axis == -1 else shape[-1]
         return [(count, rows * size, inputs) for size in self.sizes]
-
-    def rows(self, t: Tensor, first: int, length: int) -> Tensor:
-        """A view of outputs of each stack, of a tensor of the parameter's shape."""
-        return torch.unflatten(t, -2, (self.stacks, -1)).narrow(self.axis, first, length)
-
-    def runs(self, alphas: Sequence[float]) -> Iterator[tuple[int, int, float]]:
-        """(first, length, alpha) of neighboring outputs that have one alpha, of one for each part."""
-        if len(set(alphas)) == 1:
-            yield 0, self.repeats * sum(self.sizes), alphas[0]
-        else:
-            sizes = self.sizes * self.repeats
-            for end, size, alpha in zip(accumulate(sizes), sizes, (*alphas,) * self.repeats, strict=True):
-                yield end - size, size, alpha

@@ -75,8 +75,8 @@ def find_matrices(
                 new = Found(name, *_layout(around, name.split("."), module, param, kind, router, lora))
             if new.layout is not None and (param.ndim < 2 or not new.layout.fits(param.shape)):
                 raise ConfigError(f"{name} {tuple(param.shape)} is not made of matrices as {new.layout} says")
-            before = found.get(param)  # of two owners: what was told, then what is none of Muon's
-            if before is None or (before.what != "told" and (pattern is not None or new.layout is None)):
+            before = found.setdefault(param, new)  # of two owners: what was told, then what is none of Muon's
+            if before.what != "told" and (pattern is not None or (before.layout is not None and new.layout is None)):
                 found[param] = new
     names = [entry.name for entry in found.values() if entry.what == "told"]
     if unused := [pattern for pattern in told if not any(fnmatchcase(name, pattern) for name in names)]:

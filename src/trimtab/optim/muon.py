@@ -21,7 +21,9 @@ from torch.optim.adamw import adamw
 
 from trimtab.errors import ConfigError
 from trimtab.optim.describe import described
+from trimtab.optim.exchange import Cut, add_parts, cuts_of, largest_part, local_gradient, parts_of_rows, whole_matrices
 from trimtab.optim.layout import Layout
+from trimtab.optim.low_bits import widen, write_back
 from trimtab.optim.matrices import Found, Layouts, Rule, find_matrices
 from trimtab.optim.newton_schulz import KELLER, Coefficients, NewtonSchulz, plain
 from trimtab.parallel.meshes import local_part
@@ -55,10 +57,13 @@ class Muon(torch.optim.Optimizer):
         lora: whose LoRA factors are.
         layouts: of parameters by patterns of their names, `{"*.fc1.weight": Layout((hidden, hidden))}`, for modules
             that are not known, or known otherwise; None for AdamW.
+        low_bits: sixteen low bits beside each bfloat16 parameter, and its other state in float32: it learns as with a
+            float32 master, bit for bit, for two bytes an element (see `trimtab.optim.low_bits`).
 
     Groups have a `rule`: "muon", "adamw", and "adamw" without decay. State is of a parameter's shape and placement and
-    has torch's names: `momentum_buffer`; `step`, `exp_avg`, `exp_avg_sq`. On the CPU float32 parameters get the bits of
-    torch.optim.Muon on each of their matrices. Every rank that holds a part of a parameter must call `step`.
+    has torch's names: `momentum_buffer`; `step`, `exp_avg`, `exp_avg_sq`; and `low_bits`. On the CPU float32 parameters
+    get the bits of torch.optim.Muon on each of their matrices. Every rank that holds a part of a parameter must call
+    `step`, with a gradient where the others have one: matrices that are cut are put together by an exchange.
 
     Raises:
         ConfigError: parameters in the place of the model, an option out of its range, a layout that does not fit.
@@ -70,7 +75,7 @@ class Muon(torch.optim.Optimizer):
         newton_schulz: NewtonSchulz = plain, coefficients: Coefficients = KELLER,
         ns_dtype: torch.dtype = torch.bfloat16, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         adamw_lr: float | Tensor | None = None, router: Rule = "adamw", lora: Rule = "adamw",
-        layouts: Layouts | None = None,
+        layouts: Layouts | None = None, low_bits: bool = False,
     ) -> None:  # fmt: skip
         if not isinstance(model, nn.Module):
             raise ConfigError(
@@ -82,6 +87,7 @@ class Muon(torch.optim.Optimizer):
         if min(float(lr), weight_decay, momentum, eps, *betas) < 0 or max(momentum, *betas) >= 1:
             raise ConfigError(f"{lr=}, {weight_decay=} and {eps=} are at least 0, {momentum=} and {betas=} in [0, 1)")
         self.newton_schulz, self.coefficients, self.ns_dtype = newton_schulz, tuple(coefficients), ns_dtype
+        self.low_bits = low_bits
         self._find = partial(find_matrices, model, router=router, lora=lora, layouts=layouts)
         self._found = self._find()
         groups: dict[tuple[bool, bool], list[nn.Parameter]] = {(True, True): [], (False, True): [], (False, False): []}
@@ -138,17 +144,24 @@ class Muon(torch.optim.Optimizer):
 
     def _muon(self, params: Iterable[nn.Parameter], group: Mapping[str, Any]) -> None:
         lr, scale = float(group["lr"]), SCALES[group["adjust_lr_fn"]]
-        for layout, bucket in self._buckets(params):
+        for layout, cuts, bucket in self._buckets(params):
             updates = [self._update(param, group) for param in bucket]
-            self._orthogonalize(updates, layout)
+            with whole_matrices(updates, cuts) as whole:
+                self._orthogonalize(whole, layout)
             alphas = [-(lr * scale(outs, ins)) for _, outs, ins in layout.matrices(bucket[0].shape)]
+            rows = parts_of_rows(layout, bucket[0], cuts) if len(set(alphas)) > 1 else None
             for param, update in zip(bucket, updates, strict=True):
-                local = local_part(param).mul_(1 - lr * group["weight_decay"])
-                for first, length, alpha in layout.runs(alphas):
-                    rows, new = (layout.rows(t, first, length) for t in (local, update))
-                    rows.add_(new, alpha=alpha)
+                local, low = local_part(param), self._low_bits(param)
+                # bfloat16 is rounded once, and not otherwise where it is cut.
+                wide = local.to(torch.promote_types(local.dtype, torch.float32)) if low is None else widen(local, low)
+                wide.mul_(1 - lr * group["weight_decay"])
+                add_parts(wide, update, alphas, rows, layout.axis)
+                if low is not None:
+                    write_back(wide, local, low)
+                elif wide is not local:
+                    local.copy_(wide)
 
-    def _buckets(self, params: Iterable[nn.Parameter]) -> Iterator[tuple[Layout, list[nn.Parameter]]]:
+    def _buckets(self, params: Iterable[nn.Parameter]) -> Iterator[tuple[Layout, list[Cut], list[nn.Parameter]]]:
         """Parameters alike in layout, shape, dtype, device and placement, as many as `MOST` bytes hold, or one."""
         alike: dict[Any, list[nn.Parameter]] = {}
         for param in params:
@@ -156,48 +169,68 @@ class Muon(torch.optim.Optimizer):
             key = self.found(param).layout, param.shape, param.dtype, param.device, placed
             alike.setdefault(key, []).append(param)
         for (layout, *_), each in alike.items():
-            number = _at_once(local_part(each[0]), each[0].dtype)
-            yield from ((layout, each[first : first + number]) for first in range(0, len(each), number))
+            cuts = cuts_of(self.found(each[0]).name, each[0])
+            number = _at_once(largest_part(each[0], cuts), each[0].dtype, each[0].device)
+            yield from ((layout, cuts, each[first : first + number]) for first in range(0, len(each), number))
 
     def _update(self, param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
         """U of the module's head, of what this rank has of a parameter: contiguous, in memory of its own."""
-        state, grad = self.state[param], param.grad
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(param)
+        state = self._state(param, "momentum_buffer")
         buffer, momentum = local_part(state["momentum_buffer"]), group["momentum"]
-        assert grad is not None
-        new = local_part(grad).to(buffer.dtype)
+        new = local_gradient(self.found(param).name, param).to(buffer.dtype)
         buffer.lerp_(new, 1 - momentum)
         return (new.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()).contiguous()
+
+    def _state(self, param: nn.Parameter, *names: str) -> dict[str, Any]:
+        """A parameter's state; at first zeros under these names, in float32 where there are low bits beside it."""
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            narrow = self.low_bits and param.dtype == torch.bfloat16
+            state |= {name: torch.zeros_like(param, dtype=torch.float32 if narrow else None) for name in names}
+            if narrow:
+                state["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
+        return state
 
     def _orthogonalize(self, updates: Sequence[Tensor], layout: Layout) -> None:
         """Newton-Schulz of each matrix, in place. updates: contiguous, alike, every matrix whole."""
         for views in zip(*map(layout.views, updates), strict=True):
             all_Brsn = torch.cat(views) if len(views) > 1 else views[0]
-            for x_Brsn in all_Brsn.split(_at_once(all_Brsn[:1], self.ns_dtype)):
+            for x_Brsn in all_Brsn.split(_at_once(all_Brsn[:1].numel(), self.ns_dtype, all_Brsn.device)):
                 made = self.newton_schulz(x_Brsn.flatten(1, 2), self.coefficients, self.ns_dtype)
                 x_Brsn.copy_(made.reshape(x_Brsn.shape))
             if len(views) > 1:
                 for view, own in zip(views, all_Brsn.split(views[0].shape[0]), strict=True):
                     view.copy_(own)
 
+    def _low_bits(self, param: nn.Parameter) -> Tensor | None:
+        low: Tensor | None = self.state[param].get("low_bits")
+        return None if low is None else local_part(low)
+
     def _adamw(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
-        """torch's, fused, on what this rank has of each parameter."""
+        """torch's, fused, on what this rank has of each parameter; one by one where that is widened."""
         for param in params:
-            if not self.state[param]:
-                self.state[param]["step"] = torch.zeros((), device=param.device)
-                self.state[param] |= {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-        own = [local_part(param) for param in params]
-        grads = [local_part(param.grad).to(param.dtype) for param in params if param.grad is not None]
+            state = self._state(param, "exp_avg", "exp_avg_sq")
+            if "step" not in state:
+                state["step"] = torch.zeros((), device=param.device)
+            if (low := self._low_bits(param)) is not None:
+                wide = widen(local_part(param), low)
+                self._adamw_on([param], [wide], group)
+                write_back(wide, local_part(param), low)
+        plain = [param for param in params if self._low_bits(param) is None]
+        self._adamw_on(plain, [local_part(param) for param in plain], group)
+
+    def _adamw_on(self, params: Sequence[nn.Parameter], own: list[Tensor], group: Mapping[str, Any]) -> None:
+        if not params:
+            return
+        grads = [local_gradient(self.found(p).name, p).to(t.dtype) for p, t in zip(params, own, strict=True)]
         means, squares, steps = (
             [local_part(self.state[param][name]) for param in params] for name in ("exp_avg", "exp_avg_sq", "step")
         )
         beta1, beta2 = group["betas"]
-        if own:
-            adamw(
-                own, grads, means, squares, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
-                lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-            )  # fmt: skip
+        adamw(
+            own, grads, means, squares, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but tensors keep the dtype that they were saved in."""
@@ -209,7 +242,7 @@ class Muon(torch.optim.Optimizer):
             self.state[param] |= {name: value.to(param.device) for name, value in tensors.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("newton_schulz", "coefficients", "ns_dtype", "_find", "_found")
+        own = ("newton_schulz", "coefficients", "ns_dtype", "low_bits", "_find", "_found")
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def __repr__(self) -> str:
@@ -222,6 +255,6 @@ def for_trainer() -> type[Muon]:
     return Muon
 
 
-def _at_once(one: Tensor, dtype: torch.dtype) -> int:
-    """How many of these are an operand of Newton-Schulz."""
-    return max(1, MOST.get(one.device.type, MOST_ELSEWHERE) // max(1, one.numel() * dtype.itemsize))
+def _at_once(elements: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many of so many elements are an operand of Newton-Schulz."""
+    return max(1, MOST.get(device.type, MOST_ELSEWHERE) // max(1, elements * dtype.itemsize))

@@ -1,4 +1,4 @@
-"""Layouts as lines of a table, in GB of 10^9 bytes."""
+"""Layouts as lines of a table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def quiet(debug: bool) -> Iterator[None]:
 
 
 def table(rows: Sequence[Layout], machine: Machine) -> Iterator[str]:
-    """A line for each layout, in GB, under their heading; and what the machine adds."""
+    """A line for each layout, in GB, or in MB where all are small, under their heading; and what the machine adds."""
+    unit, named = (1e9, "GB") if any(row.peak[1] >= 1e9 for row in rows if not row.refused) else (1e6, "MB")
     at = max((len(row.peak[0]) for row in rows if not row.refused), default=2)
     fits = "" if machine.bytes is None else f" | fits {machine.bytes / 1e9:g} GB, {machine.device.free:.0%} kept free"
     yield f" ep fsdp tp repl recompute |   peak  {'  '.join(SHOWN.values())} | {'at':{at}} | at least{fits}"
@@ -45,12 +46,12 @@ def table(rows: Sequence[Layout], machine: Machine) -> Iterator[str]:
             yield line + row.words
             continue
         stage, most, held = row.peak
-        parts = "  ".join(f"{held[name] / 1e9:{len(shown)}.2f}" for name, shown in SHOWN.items())
-        line += f"{most / 1e9:6.2f}  {parts} | {stage:{at}} | {row.seconds:6.2g} s"
+        parts = "  ".join(f"{held[name] / unit:{len(shown)}.2f}" for name, shown in SHOWN.items())
+        line += f"{most / unit:6.2f}  {parts} | {stage:{at}} | {row.seconds:6.2g} s"
         yield f"{line} | {row.words}" if fits else line
     outside = ", ".join(f"{name} {count / 1e9:.2f}" for name, count in machine.device.outside.items())
     yield (
-        f"GB of 10^9 bytes. {f'Beside the peak: {outside}. ' if outside else ''}At least: at "
+        f"The columns are in {named}. {f'Beside them, in GB: {outside}. ' if outside else ''}At least: at "
         f"{machine.flops / 1e12:g} TFLOP/s and {machine.link / 1e9:g} GB/s."
     )
 
@@ -62,7 +63,7 @@ def memory_lines(config: TrainConfig, ranks: int) -> Iterator[str]:
     with quiet(config.debug):
         mesh = Mesh.of(config, world=ranks, num_experts=experts)
         row = plan_layout(config, mesh, machine, skeleton=skeleton)
-    yield "memory  of a rank, where tokens fall evenly; trimtab plan has other layouts and skews"
+    yield "memory  of a rank: as below where tokens fall evenly; trimtab plan has other layouts, and tokens that do not"
     yield from table([row], machine)
 
 

@@ -294,6 +294,5 @@ class Router(nn.Module):
             raise InputError("; ".join(problems), layer=self.layer, phase="route")
 
     def extra_repr(self) -> str:
-        """What `print(module)` shows."""
         c = self.config
         return f"{self.dim} -> {c.top_k} of {c.num_experts} experts, {c.score}, select={c.select!r}"

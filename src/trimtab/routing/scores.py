@@ -1,4 +1,5 @@
-"""Logits, scores and weights of a router, in float32 at least, their gradients too: `scores = SCORES[name].of(x W^T)`.
+"""Logits, scores and weights of a router, in float32 at least: `scores = SCORES[name].of(x W^T)`. Their gradients too,
+where no setting of the user's lets a GPU round the two products of the logits' backward to TF32.
 
 Legend: T tokens, D model dim, E experts, K experts per token.
 """
@@ -55,6 +56,30 @@ SCORES: dict[str, Score] = {
 """`RouterConfig(score=...)`. Another is a row of this table, which programs may add to before they build a router."""
 
 
+def _upper(t: Tensor) -> Tensor:
+    """The upper halves of float32, which are bfloat16."""
+    return t.view(torch.bfloat16).view(*t.shape, 2).select(-1, 1)
+
+
+def _parts(t: Tensor) -> Tensor:
+    """[p, ...] bfloat16, whose sum over p is `t` exactly."""
+    if t.dtype == torch.bfloat16:
+        return t.unsqueeze(0)
+    whole = t.float().contiguous()
+    left = whole - _upper(whole)
+    return torch.stack((_upper(whole), _upper(left), _upper(left - _upper(left))))
+
+
+def exact_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """x W^T in float32 on CUDA, which no setting rounds to TF32: products of bfloat16 are exact there, and summed in
+    float32."""
+    x_pTD, weight_pED = _parts(x_TD), _parts(weight_ED)
+    y = torch.mm(x_pTD.flatten(0, 1), weight_pED.flatten(0, 1).T, out_dtype=torch.float32)
+    if y.shape == (len(x_TD), len(weight_ED)):
+        return y
+    return y.view(*x_pTD.shape[:2], *weight_pED.shape[:2]).sum((0, 2))
+
+
 class _Logits(Function):
     """x W^T in `dtype`; x is saved as it came, not its copy in `dtype`. Autocast is kept out within: what is made of a
     region around this by torch.export(strict=True) cannot be loaded."""
@@ -65,6 +90,8 @@ class _Logits(Function):
         ctx.dtype = dtype
         without = x_TD.is_meta or not (autocast_at_work() or static_by_default(x_TD))  # a graph may meet it later
         with nullcontext() if without else torch.autocast(x_TD.device.type, enabled=False):
+            if x_TD.is_cuda and dtype == torch.float32 and torch.version.hip is None:
+                return exact_product(x_TD, weight_ED)
             return x_TD.to(dtype) @ weight_ED.to(dtype).T
 
     @staticmethod

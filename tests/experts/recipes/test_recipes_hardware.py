@@ -49,6 +49,11 @@ def test_hardware_is_refused_for_the_wrong_gpu_and_for_widths_that_do_not_fit(mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert MXFP8(backend="auto").check(CUDA, 256, 256) == "hardware"
     assert MXFP8(backend="auto", hybrid=True).check(CUDA, 256, 256) == "emulated"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
+    assert MXFP8(backend="hardware").check(CUDA, 256, 256) == "hardware"
+    for capability in ((9, 0), (12, 0)):  # torch refuses another generation
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert MXFP8(backend="auto").check(CUDA, 256, 256) == "emulated"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(BackendError, match="widths 256 and 250"):
         recipe.check(CUDA, 256, 250)

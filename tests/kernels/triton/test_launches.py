@@ -13,20 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime.jit import create_function_from_signature
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.triton import moves, products, swiglu
-from trimtab.kernels.triton.language import Launch
+from trimtab.kernels.triton.language import AMPERE, BLACKWELL, CDNA, HOPPER, WARPS, Gemms, Launch, on
 
 MODULES = (moves, products, swiglu)
 KERNELS = [(m, name) for m in MODULES for name in vars(m) if name.endswith("_kernel")]
-LAUNCH = Launch(programs=3)
+LAUNCH = Launch(programs=3, gemms=HOPPER)
 EXPERTS, DIM, HIDDEN = 3, 128, 256
-BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
 COUNTS = {"experts", "rows", "bags", "slots", "top_k", "total", "chunks", "alignment"}
 """Integers that follow the batch or the ranks."""
 
@@ -55,13 +51,6 @@ class Launched:
     args: tuple[Any, ...]
     options: dict[str, Any]
     device: int
-
-    def key(self) -> str:
-        """By this Triton finds a compiled kernel, or compiles one."""
-        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, BACKEND)
-        with unset_fake_temporarily():
-            args = [torch.empty(1, dtype=a.dtype) if isinstance(a, Tensor) else a for a in self.args]
-            return str(bind(*args, **self.options)[1:])
 
 
 @pytest.fixture
@@ -112,42 +101,59 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched: list[La
     assert DeviceOf.current == 0
 
 
-def test_every_kernel_adds_products_without_rounding_them(launched: list[Launched]) -> None:
-    call_all(rows=256, top_k=2, alignment=1)
-    assert {launch.options.get("enable_fp_fusion") for launch in launched} == {True}
-
-
-def test_one_kernel_serves_every_batch(launched: list[Launched]) -> None:
-    keys = []
-    for batch in ((1, 1, 1), (16, 1, 16), (37, 2, 1), (4096, 8, 128)):
-        call_all(*batch)
-        keys.append([(launch.who, launch.key()) for launch in launched])
-        launched.clear()
-    assert all(k == keys[0] for k in keys)
-
-
 def test_gemms_of_float32_take_its_tiles(launched: list[Launched]) -> None:
     call_all(256, 2, 1, torch.float32)
     gemms = [launch for launch in launched if "BM" in launch.options]
     assert len({launch.who for launch in gemms}) == 4
     for launch in gemms:
-        assert launch.options.items() >= LAUNCH.float32.options().items(), launch.who
+        assert launch.options.items() >= HOPPER.float32.options().items(), launch.who
 
 
 def test_a_gathered_weight_gradient_takes_its_tiles(launched: list[Launched]) -> None:
     call_all(256, 2, 1)
     stages = [launch.options["num_stages"] for launch in launched if launch.who[1] == "weight_grad_kernel"]
-    assert stages == [LAUNCH.wgrad.stages, LAUNCH.wgrad_gathered.stages, LAUNCH.wgrad_gathered.stages]
+    assert stages == [HOPPER.wgrad.stages, HOPPER.wgrad_gathered.stages, HOPPER.wgrad_gathered.stages]
 
 
-def test_as_many_programs_as_share_the_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    device, one = torch.device("cuda"), LAUNCH.rows
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], torch.device]]:
+    """Whose capability is set."""
+
+    def of(major: int, minor: int) -> torch.device:
+        found = SimpleNamespace(major=major, minor=minor, multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        on.cache_clear()
+        return torch.device("cuda")
+
+    yield of
+    on.cache_clear()
+
+
+def test_as_many_programs_as_share_the_multiprocessors(a_gpu: Callable[[int, int], torch.device]) -> None:
+    device, one = a_gpu(9, 0), HOPPER.rows
     two = replace(one, per_sm=2)
     grids = [Launch().grid(device, one, 1000), Launch().grid(device, two, 1000), Launch().grid(device, two, 200)]
     assert grids == [(132,), (264,), (200,)]
     assert LAUNCH.grid(device, two, 1000) == (3,)  # what was asked for
     assert two.options() == one.options()
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted"),
+    [
+        ((7, 5), AMPERE), ((8, 0), AMPERE), ((8, 6), WARPS), ((8, 9), WARPS), ((9, 0), HOPPER), ((10, 0), BLACKWELL),
+        ((10, 3), BLACKWELL), ((11, 0), BLACKWELL), ((12, 0), WARPS), ((12, 1), WARPS),
+    ],
+)  # fmt: skip
+def test_a_device_takes_the_tiles_of_the_last_one_before_it(
+    capability: tuple[int, int], wanted: Gemms, a_gpu: Callable[[int, int], torch.device]
+) -> None:
+    assert on(a_gpu(*capability)) == (wanted, 132)
+
+
+def test_amd_takes_its_own(a_gpu: Callable[[int, int], torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert on(a_gpu(9, 4))[0] is CDNA
 
 
 def test_nothing_but_counts_is_kept_from_the_compiler() -> None:

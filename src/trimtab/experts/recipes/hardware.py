@@ -26,7 +26,8 @@ class Engine:
     """One recipe's layout of scales for `torch.nn.functional.scaled_grouped_mm`, which takes both of its products.
 
     Reads nothing on the host. scaling: a name in `torch.nn.functional.ScalingType`. options: more of its arguments.
-    alignment: of segments. capability: the CUDA one that has it. multiple: that widths are multiples of.
+    alignment: of segments. capability: the first that has it; so have later ones of its generation, and no other.
+    multiple: that widths are multiples of.
     """
 
     scaling: str
@@ -41,10 +42,11 @@ class Engine:
         found = None
         if device.type in ("cuda", "meta") and torch.cuda.is_available():
             found = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
-        if found == self.capability and in_features % self.multiple == out_features % self.multiple == 0:
+        at_least = found is not None and found[0] == self.capability[0] and found >= self.capability
+        if at_least and in_features % self.multiple == out_features % self.multiple == 0:
             return ""
         has = "no CUDA device" if found is None else "compute capability {}.{}".format(*found)
-        wanted = "{}.{}".format(*self.capability)
+        wanted = "{}.{} or later of {}.x".format(*self.capability, self.capability[0])
         return (
             f"it needs scaled_grouped_mm with {self.scaling} scales, compute capability {wanted} and widths of "
             f"multiples of {self.multiple}. Here are torch {torch.__version__}, device {device} with {has}, widths "

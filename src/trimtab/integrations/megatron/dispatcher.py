@@ -28,6 +28,7 @@ from trimtab.experts.plan import ExpertPlan, plan_experts, slot_grads, slot_weig
 from trimtab.experts.segments import ToExperts
 from trimtab.integrations.megatron.protocol import MegatronTokenDispatcher
 from trimtab.parallel.expert_tensor import ExpertTensorGroup
+from trimtab.routing.scores import count_ids
 
 PAD = "every expert padded to its capacity: tokens go where they are routed, however many"
 
@@ -68,6 +69,7 @@ class TokenDispatcher(MegatronTokenDispatcher):  # type: ignore[misc]
         self.exchange = Dispatcher(
             config.num_moe_experts, _over(self.ep_group, options.transport), combine=options.combine,
             layer=layer, fingerprint=f"Megatron, {kind}, ffn {config.moe_ffn_hidden_size}, etp {self.tp_size}",
+            sizes=not takes_rows and self.tp_size == 1,
         )  # fmt: skip
         over = _over(self.tp_group, options.transport)
         self.group = None if over is None else ExpertTensorGroup(over, self.exchange.layer)
@@ -115,16 +117,17 @@ class TokenDispatcher(MegatronTokenDispatcher):  # type: ignore[misc]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, ids and weights; or, for Megatron's experts, expert rows [R, H], counts [e] on the host and [R]."""
-        ids_MK, num_slots = self.rows.ids_MK, self.rows.num_slots
+        ids_MK = self.rows.ids_MK
         if self.takes_rows:
             return hidden_states, ids_MK, probs
+        experts, sizes_e = self.exchange.experts_per_rank, self.rows.sizes_e
+        if sizes_e is None:
+            sizes_e = count_ids(ids_MK.long(), experts).tolist()
         # no row may lie behind the last expert's: Megatron's experts split by the counts
-        static = False if num_slots is None else None
-        plan = plan_experts(ids_MK, self.exchange.experts_per_rank, num_slots=num_slots, static=static)
-        self.call.plan = plan
+        self.call.plan = plan = plan_experts(ids_MK, experts, num_slots=sum(sizes_e))
         rows_RH: Tensor = ToExperts.apply(hidden_states, plan, False)  # type: ignore[no-untyped-call]
         probs_R: Tensor = _SlotWeights.apply(probs, plan)  # type: ignore[no-untyped-call]
-        return rows_RH, plan.offsets_e.diff().cpu(), probs_R
+        return rows_RH, torch.tensor(sizes_e), probs_R
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Outputs of the experts, weighted already -> sums of each row [M, H]."""

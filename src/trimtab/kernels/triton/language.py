@@ -9,7 +9,8 @@ Legend: e segments (experts), R rows of all segments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,8 @@ except ImportError as error:
 BAND = tl.constexpr(8)
 """Row tiles that take turns at one column of a weight."""
 
+SEARCHED = tl.constexpr(512)
+"""Segments that are looked at together in search of a tile's: more spill."""
 FUSED = {"enable_fp_fusion": True}
 """Options of every launch: a product that is added is rounded once. Triton 3.10 will not do so by itself."""
 
@@ -52,23 +55,16 @@ class Tiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Options of launches.
+class Gemms:
+    """The tiles of each GEMM, here those of Hopper.
 
-    programs: of a persistent kernel; 0 takes as many as its tiles want on each of the device's multiprocessors.
-    wide: multiply in float32 after each load, as Triton's interpreter needs it for bfloat16.
-    rows, across: the tiles of a GEMM over rows whose weight has the contracted axis contiguous, and the other one.
+    rows, across: of a GEMM over rows whose weight has the contracted axis contiguous, and the other one.
     gate_up, dh, wgrad: those of the other GEMMs.
     wgrad_gathered: those of a weight gradient with an index. Triton gives half of the stages to the index that a row
         waits for, so that as many rows are under way with 5 as without an index with 3.
     float32: those of every GEMM of float32 rows, which no tensor core multiplies: larger tiles spill kilobytes.
-
-    The tiles are those that compile for Hopper without spilling a register where widths are multiples of the tile's and
-    a rank has up to 255 experts. They were not tuned on a device.
     """
 
-    programs: int = 0
-    wide: bool = False
     rows: Tiles = Tiles(m=128, n=256, k=64, warps=8, stages=3)
     across: Tiles = Tiles(m=128, n=256, k=32, warps=8, stages=4)
     gate_up: Tiles = Tiles(m=128, n=128, k=64, warps=8, stages=3)
@@ -77,13 +73,52 @@ class Launch:
     wgrad_gathered: Tiles = Tiles(m=128, n=256, k=64, warps=8, stages=5)
     float32: Tiles = Tiles(m=64, n=64, k=16, warps=8, stages=3)
 
-    def tiles(self, usual: Tiles, dtype: torch.dtype) -> Tiles:
-        """The tiles of a GEMM of `dtype`: `usual`, one of the above, or those of float32."""
-        return self.float32 if dtype is torch.float32 else usual
+
+HOPPER = Gemms()
+_SQUARE, _NARROW = Tiles(m=128, n=128, k=64, warps=8, stages=3), Tiles(m=128, n=64, k=64, warps=8, stages=3)
+_SHORT = Tiles(m=128, n=128, k=64, warps=8, stages=2)
+AMPERE = replace(HOPPER, wgrad=_SQUARE, wgrad_gathered=replace(_SQUARE, stages=5))
+BLACKWELL = replace(
+    HOPPER, across=replace(HOPPER.across, stages=3), gate_up=Tiles(m=128, n=128, k=32, warps=8, stages=4), dh=_SQUARE
+)
+WARPS = replace(AMPERE, rows=_SQUARE, across=_SQUARE, gate_up=_NARROW, dh=_SQUARE)
+CDNA = Gemms(
+    rows=_SHORT, across=_SHORT, gate_up=replace(_NARROW, stages=2), dh=_SHORT, wgrad=_SHORT, wgrad_gathered=_SHORT
+)
+TILES = (((12, 0), WARPS), ((10, 0), BLACKWELL), ((9, 0), HOPPER), ((8, 6), WARPS), ((0, 0), AMPERE))
+"""By the least compute capability of CUDA that takes them. They fit the shared memory and spill 64 bytes of a thread at
+most where they were compiled: for 8.0, 9.0, 10.0, 12.0 and gfx942. None was tuned on a device."""
+
+
+@lru_cache(maxsize=64)
+def on(device: torch.device) -> tuple[Gemms, int]:
+    """The tiles of a device, and its multiprocessors."""
+    found = torch.cuda.get_device_properties(device)
+    usual = next(tiles for least, tiles in TILES if (found.major, found.minor) >= least)
+    return CDNA if torch.version.hip else usual, found.multi_processor_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Options of launches.
+
+    programs: of a persistent kernel; 0 takes as many as its tiles want on each of the device's multiprocessors.
+    wide: multiply in float32 after each load, as Triton's interpreter needs it for bfloat16.
+    gemms: instead of the device's.
+    """
+
+    programs: int = 0
+    wide: bool = False
+    gemms: Gemms | None = None
+
+    def tiles(self, gemm: str, rows: Tensor) -> Tiles:
+        """Of one of the `Gemms`, over these rows."""
+        gemms = self.gemms or on(rows.device)[0]
+        return gemms.float32 if rows.dtype is torch.float32 else getattr(gemms, gemm)
 
     def grid(self, device: torch.device, tiles: Tiles, bound: int) -> tuple[int]:
         """A grid for at most `bound` of these tiles, at least one program."""
-        most = self.programs or torch.cuda.get_device_properties(device).multi_processor_count * tiles.per_sm
+        most = self.programs or on(device)[1] * tiles.per_sm
         return (max(1, min(most, bound)),)
 
     def run(self, kernel: Any, tiles: Tiles, bound: int, *args: Any, **constants: Any) -> None:
@@ -97,13 +132,17 @@ def on_device_of(tensor: Tensor) -> torch.cuda.device_of:
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
-def _segment_tiles(offsets, experts, rows, TAIL: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The number of tiles of BM rows in all segments; with TAIL the rows behind the last one are a segment too."""
-    index = tl.arange(0, EXPERTS)
+def _tiles_of(offsets, index, experts, rows, TAIL: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number of tiles of each of these segments."""
     starts = tl.load(offsets + index, mask=index <= experts, other=0)
     ends = tl.load(offsets + 1 + index, mask=index < experts, other=0)
     ends = tl.where(index < experts, ends, tl.where((index == experts) & TAIL, rows, starts))
-    return tl.sum((ends - starts + BM - 1) // BM, axis=0).to(tl.int32)
+    return ((ends - starts + BM - 1) // BM).to(tl.int32)  # 64 bits spill
+
+
+def _segment_tiles(offsets, experts, rows, TAIL: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number of tiles of BM rows in all segments; with TAIL the rows behind the last one are a segment too."""
+    return tl.sum(tiles_of(offsets, tl.arange(0, EXPERTS), experts, rows, TAIL, BM), axis=0)
 
 
 def _tile_of(  # type: ignore[no-untyped-def]
@@ -114,18 +153,24 @@ def _tile_of(  # type: ignore[no-untyped-def]
     A segment's tiles are numbered in bands of BAND row tiles, and within a band column by column: what runs at one time
     shares rows and weights, so that most are read from the cache.
     """
-    index = tl.arange(0, EXPERTS)
-    starts = tl.load(offsets + index, mask=index <= experts, other=0)
-    ends = tl.load(offsets + 1 + index, mask=index < experts, other=0)
-    ends = tl.where(index < experts, ends, tl.where((index == experts) & TAIL, rows, starts))
-    tiles = ((ends - starts + BM - 1) // BM).to(tl.int32)  # 64 bits spill
-    segment = tl.sum((tl.cumsum(tiles, axis=0) <= tile // columns).to(tl.int64), axis=0)
-    place = tile - tl.sum(tl.where(index < segment, tiles, 0), axis=0) * columns
+    segment = tl.full((), 0, dtype=tl.int64)
+    before = tl.full((), 0, dtype=tl.int32)
+    through = before
+    for first in range(0, EXPERTS, SEARCHED):
+        index = first + tl.arange(0, EXPERTS if EXPERTS < SEARCHED else SEARCHED)
+        tiles = tiles_of(offsets, index, experts, rows, TAIL, BM)
+        passed = through + tl.cumsum(tiles, axis=0) <= tile // columns
+        segment += tl.sum(passed.to(tl.int64), axis=0)
+        before += tl.sum(tl.where(passed, tiles, 0), axis=0)
+        through += tl.sum(tiles, axis=0)
+    place = tile - before * columns
+    start = tl.load(offsets + segment)
+    end = tl.load(offsets + segment + 1, mask=segment < experts, other=rows)
     band = place // (BAND * columns) * BAND
     place -= band * columns
-    high = tl.minimum(tl.sum(tl.where(index == segment, tiles, 0), axis=0) - band, BAND)
-    row = tl.sum(tl.where(index == segment, starts, 0), axis=0) + (band + place % high).to(tl.int64) * BM
-    return segment, row, tl.sum(tl.where(index == segment, ends, 0), axis=0), place // high
+    high = tl.minimum(((end - start + BM - 1) // BM).to(tl.int32) - band, BAND)
+    row = start + (band + place % high).to(tl.int64) * BM
+    return segment, row, end, place // high
 
 
 def _halves(tile):  # type: ignore[no-untyped-def]
@@ -149,6 +194,7 @@ def _of_weight(at, inside, across, EVEN: tl.constexpr, WIDE: tl.constexpr):  # t
 of_rows = triton.jit(_of_rows)
 of_weight = triton.jit(_of_weight)
 halves = triton.jit(_halves)
+tiles_of = triton.jit(_tiles_of)
 segment_tiles = triton.jit(_segment_tiles)
 tile_of = triton.jit(_tile_of)
 

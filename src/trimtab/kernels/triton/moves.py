@@ -21,7 +21,8 @@ from trimtab.validation import wide_ids
 
 BLOCK = 1024
 CHUNK = 128
-STEP = 32
+STEP, SCANNED = 32, 16384
+"""Chunks that are summed up in a step, and counts of theirs at most: more do not fit the memory of AMD's blocks."""
 
 
 def _count(  # type: ignore[no-untyped-def]
@@ -138,7 +139,7 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
         )  # fmt: skip
         scan_kernel[(1,)](
             counts, places.counts_e, places.offsets_e, chunks, num_experts, alignment, total, EXPERTS=power,
-            STEP=STEP, num_warps=8, **FUSED,
+            STEP=min(STEP, SCANNED // power), num_warps=8, **FUSED,
         )  # fmt: skip
         place_kernel[(chunks,)](
             ids_MK, counts, places.offsets_e, places.slot_R, places.row_R, places.bag_index, places.bag_offsets, slots,

@@ -1,7 +1,7 @@
 """The backend "triton": grouped products, and weight gradients with either operand gathered on load, of all experts at
 once, sizes on the device. Expert MLPs with SwiGLU take the fused kernels of `trimtab.experts.on_triton`.
 
-Never run on a GPU: run in Triton's interpreter against float64, and compiled for compute capability 9.0.
+Never run on a GPU: run in Triton's interpreter against float64, and compiled for five GPUs.
 
     grouped_rows   y[segment i] = scale * (x[segment i] @ w[i]); weighted at the end
     weight_grad    dw[i] = a[segment i]^T @ b[segment i]; an empty segment writes zeros, or adds nothing
@@ -76,7 +76,7 @@ def _rows(  # type: ignore[no-untyped-def]
             total_RB = tl.dot(left, right, total_RB, input_precision="ieee")
         if SCALE:
             total_RB *= tl.load(scale + row + lane, mask=here, other=0.0)[:, None]
-        y_at = y + row * width + lane[:, None] * width + b[None, :]
+        y_at = y + row * width + (lane[:, None] * width + b[None, :])
         tl.store(y_at, total_RB.to(y.dtype.element_ty), mask=here[:, None] & (b < width)[None, :])
 
 
@@ -104,7 +104,7 @@ def grouped_rows(
         zero_tail: rows behind the last segment come out zero; without it they are left as they are.
     """
     (experts, contracted, width), rows = w_eAB.shape, out_RB.shape[0]
-    tiles = launch.tiles(launch.rows if w_eAB.stride(1) == 1 else launch.across, x_RA.dtype)
+    tiles = launch.tiles("rows" if w_eAB.stride(1) == 1 else "across", x_RA)
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(width, tiles.n)
     launch.run(
         rows_kernel, tiles, bound, x_RA, w_eAB, scale_R, offsets_e, out_RB, experts, rows, contracted, width,
@@ -206,7 +206,7 @@ def weight_grad(
         offsets_e: [e + 1] int64. out_eAB: any strides and dtype.
     """
     gathered, (experts, a_width, b_width) = a_index_R is not None or b_index_R is not None, out_eAB.shape
-    tiles = launch.tiles(launch.wgrad_gathered if gathered else launch.wgrad, a_nA.dtype)
+    tiles = launch.tiles("wgrad_gathered" if gathered else "wgrad", a_nA)
     bound = experts * triton.cdiv(a_width, tiles.m) * triton.cdiv(b_width, tiles.n)
     launch.run(
         weight_grad_kernel, tiles, bound, a_nA, a_index_R, b_nB, b_index_R, offsets_e, out_eAB, experts, a_width,

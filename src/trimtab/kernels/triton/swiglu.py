@@ -104,7 +104,7 @@ def gate_up(
         offsets_e: [e + 1] int64.
     """
     (experts, _, dim), (rows, hidden) = up_eID.shape, h_RF.shape
-    tiles = launch.tiles(launch.gate_up, x_nD.dtype)
+    tiles = launch.tiles("gate_up", x_nD)
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(hidden, tiles.n)
     launch.run(
         gate_up_kernel, tiles, bound, x_nD, index_R, up_eID, offsets_e, pre_RI, h_RF, experts, rows, dim, hidden,
@@ -113,15 +113,15 @@ def gate_up(
     )  # fmt: skip
 
 
-def _epilogue(dh, w, pre, d_pre, hw, row, lane, here, column, hidden, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+def _epilogue(dh, w, pre, d_pre, hw, row, lane, here, column, hidden):  # type: ignore[no-untyped-def]
     """The activation's backward for a tile whose first column is `column`; returns sum(h * dh) over its columns.
 
-    PART columns at a time: it holds several values for each of dh's.
+    A few columns at a time: it holds several values for each of dh's, and more spill.
     """
-    if dh.shape[1] > PART:
+    if dh.shape[1] > 16:
         left, right = halves(dh)
-        dot = epilogue(left, w, pre, d_pre, hw, row, lane, here, column, hidden, PART)
-        dot += epilogue(right, w, pre, d_pre, hw, row, lane, here, column + left.shape[1], hidden, PART)
+        dot = epilogue(left, w, pre, d_pre, hw, row, lane, here, column, hidden)
+        dot += epilogue(right, w, pre, d_pre, hw, row, lane, here, column + left.shape[1], hidden)
     else:
         f = column + tl.arange(0, dh.shape[1])
         inside = here[:, None] & (f < hidden)[None, :]
@@ -135,7 +135,7 @@ def _epilogue(dh, w, pre, d_pre, hw, row, lane, here, column, hidden, PART: tl.c
         h = silu * value
         dot = tl.sum(h * dh, axis=1)
         hw += row * hidden
-        tl.store(hw + lane[:, None] * hidden + f[None, :], (h * w[:, None]).to(hw.dtype.element_ty), mask=inside)
+        tl.store(hw + (lane[:, None] * hidden + f[None, :]), (h * w[:, None]).to(hw.dtype.element_ty), mask=inside)
         dh *= w[:, None]
         tl.store(d_pre + at + hidden, (dh * silu).to(d_pre.dtype.element_ty), mask=inside)
         # The slope of silu is sigmoid + silu (1 - sigmoid).
@@ -188,8 +188,7 @@ def _hidden_grad(  # type: ignore[no-untyped-def]
             right = of_weight(down_at, d < dim, f < hidden, EVEN, WIDE)
             dh = tl.dot(left, right, dh, input_precision="ieee")
         w = tl.load(weight + row + lane, mask=here, other=0.0)
-        # The more of dh a thread holds, the fewer registers are left.
-        dot = epilogue(dh, w, pre, d_pre, hw, row, lane, here, column * BN, hidden, PART=64 if BN <= 128 else 32)
+        dot = epilogue(dh, w, pre, d_pre, hw, row, lane, here, column * BN, hidden)
         tl.store(dots + (row + lane) * columns + column, dot, mask=here)
 
 
@@ -214,7 +213,7 @@ def hidden_grad(
         offsets_e: [e + 1] int64. pre_RI: [R, 2F] contiguous, as the forward kept it.
     """
     (experts, dim, hidden), rows = down_eDF.shape, pre_RI.shape[0]
-    tiles = launch.tiles(launch.dh, dy_nD.dtype)
+    tiles = launch.tiles("dh", dy_nD)
     columns = triton.cdiv(hidden, tiles.n)
     d_pre, hw = pre_RI.new_empty(rows, 2 * hidden), pre_RI.new_empty(rows, hidden)
     dots = weight_R.new_empty(rows, columns)

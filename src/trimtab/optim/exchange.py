@@ -1,0 +1,174 @@
+"""Whole matrices from what ranks hold of them: dealt out over the ranks that share them, worked on, and brought home.
+
+    cut in the last dims    Shard(1), Shard(2) of a stack, either dim of a plain matrix; _StridedShard; uneven shares
+    whole on its rank       Shard(0) and _StridedShard(0) of a stack, Replicate, plain tensors: nothing is sent
+
+One all-to-all for each mesh dim that cuts: of N matrices every rank of that dim sends its share of each, and gets about
+N / ranks of them whole; one more brings the shares home. Replicas do the same work on the same bits.
+
+Legend: N matrices, or stacks of one expert; m, n their dims.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from trimtab.errors import ConfigError, InputError
+from trimtab.optim.layout import Layout
+from trimtab.parallel.meshes import check_meshes, local_part
+
+
+class Cut(NamedTuple):
+    """One mesh dim that shares a dim of matrices out.
+
+    dim: of the parameter. sizes: of each rank's share, along `dim`. pieces: in how many each share lies apart, 1 for
+    Shard: rank r has the r-th part of each of so many equal runs.
+    """
+
+    group: dist.ProcessGroup
+    dim: int
+    sizes: tuple[int, ...]
+    pieces: int
+
+
+def local_gradient(name: str, param: Tensor) -> Tensor:
+    """This rank's part of a parameter's gradient. Raises InputError where it is another part than the parameter's."""
+    grad = param.grad
+    assert grad is not None
+    placed, own = (t.placements if isinstance(t, DTensor) else None for t in (grad, param))
+    if placed != own and not (own is not None and placed is None and grad.shape == local_part(param).shape):
+        raise InputError(f"the gradient of {name} is {placed}, the parameter {own}: reduce it before the step")
+    return local_part(grad)
+
+
+def cuts_of(name: str, param: Tensor) -> list[Cut]:
+    """The mesh dims that cut matrices of a parameter, from the first to the last.
+
+    Raises:
+        ConfigError: placements that are not known, or shares that lie apart and are not equal.
+    """
+    if not isinstance(param, DTensor):
+        return []
+    mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
+    sizes, found = list(param.shape), []
+    for at, placement in enumerate(param.placements):
+        if isinstance(placement, Replicate) or place is None:
+            continue
+        pieces = _pieces(placement)
+        if not pieces:
+            raise ConfigError(f"{name} is {placement} over {mesh}: Muon takes Shard and Replicate")
+        dim, ranks = placement.dim % param.ndim, mesh.size(at)  # type: ignore[attr-defined]
+        if pieces > 1 and sizes[dim] % (pieces * ranks):
+            raise ConfigError(
+                f"{name} {tuple(param.shape)} is {placement} over {ranks} ranks: its shares are not equal"
+            )
+        each = -(-sizes[dim] // ranks)
+        shares = tuple(max(0, min(each, sizes[dim] - each * rank)) for rank in range(ranks))
+        sizes[dim] = shares[place[at]]
+        if ranks > 1 and (dim or param.ndim == 2):
+            found.append(Cut(mesh.get_group(at), dim, shares, pieces))
+    if found:
+        check_meshes(**{f"the mesh of {name}": mesh})
+    return found
+
+
+def _pieces(placement: Placement) -> int:
+    """0 for what is not known."""
+    if isinstance(placement, _StridedShard):
+        return placement.split_factor
+    return 1 if isinstance(placement, Shard) else 0
+
+
+def largest_part(param: Tensor, cuts: Sequence[Cut]) -> int:
+    """Elements of the largest of a parameter's parts along `cuts`: the same on all of their ranks."""
+    shape = [*map(int, local_part(param).shape)]
+    for cut in reversed(cuts):
+        shape[cut.dim] = cut.sizes[0]
+    return math.prod(shape)
+
+
+def parts_of_rows(layout: Layout, param: Tensor, cuts: Sequence[Cut]) -> list[Tensor]:
+    """For each part of the layout, where its rows are along the outputs of what this rank has of the parameter."""
+    table = torch.cat([torch.full((size,), part) for part, size in enumerate(layout.sizes)]).repeat(layout.repeats)
+    dim = param.ndim + layout.axis
+    table = table.repeat(layout.stacks) if layout.axis == -2 else table
+    for cut in cuts:
+        if cut.dim == dim:
+            runs = torch.split(torch.unflatten(table, 0, (cut.pieces, -1)), [n // cut.pieces for n in cut.sizes], 1)
+            table = runs[dist.get_rank(cut.group)].flatten()
+    return [(table == part).nonzero().flatten().to(param.device) for part in range(len(layout.sizes))]
+
+
+def add_parts(t: Tensor, update: Tensor, alphas: Sequence[float], rows: Sequence[Tensor] | None, axis: int) -> None:
+    """Add alpha times the update, of each part with its alpha; where `rows` are not told, all have one."""
+    if rows is None:
+        t.add_(update, alpha=alphas[0])
+        return
+    for alpha, here in zip(alphas, rows, strict=True):
+        t.index_copy_(
+            axis, here, t.index_select(axis, here).add_(update.to(t.dtype).index_select(axis, here), alpha=alpha)
+        )
+
+
+@contextmanager
+def whole_matrices(updates: list[Tensor], cuts: Sequence[Cut]) -> Iterator[list[Tensor]]:
+    """Tensors of whole matrices, to be worked on in place; at the end `updates` have what became of them.
+
+    Args:
+        updates: what this rank has of parameters that are alike, contiguous.
+        cuts: of each, from `cuts_of`. Every rank of their groups must come with as many updates.
+    """
+    if not cuts:
+        yield updates
+        return
+    stacked = updates[0].ndim > 2
+    t = (torch.cat if stacked else torch.stack)(updates)  # [N, ..., m, n]
+    steps = []
+    for cut in reversed(cuts):
+        cut = cut if stacked else cut._replace(dim=cut.dim + 1)
+        steps.append((cut, len(t)))
+        t = _deal(t, cut)
+    yield [t]
+    for cut, count in reversed(steps):
+        t = _bring_home(t, cut, count)
+    for update, own in zip(updates, t.chunk(len(updates)) if stacked else t, strict=True):
+        update.copy_(own)
+
+
+def _deal(t: Tensor, cut: Cut) -> Tensor:
+    """[N, ..., m, own share] -> [N of this rank, ..., m, n]."""
+    counts = _counts(len(t), cut)
+    mine = counts[dist.get_rank(cut.group)]
+    shapes = [(mine, *t.shape[1 : cut.dim], size, *t.shape[cut.dim + 1 :]) for size in cut.sizes]
+    got, sent = [math.prod(shape) for shape in shapes], [count * t[:1].numel() for count in counts]
+    flat = t.new_empty(sum(got))
+    dist.all_to_all_single(flat, t.flatten(), got, sent, group=cut.group)
+    shares = [part.view(shape) for part, shape in zip(torch.split(flat, got), shapes, strict=True)]
+    whole = torch.cat([torch.unflatten(share, cut.dim, (cut.pieces, -1)) for share in shares], cut.dim + 1)
+    return whole.flatten(cut.dim, cut.dim + 1)
+
+
+def _bring_home(t: Tensor, cut: Cut, count: int) -> Tensor:
+    """What `_deal` was given, of matrices [N of this rank, ..., m, n]."""
+    counts, own = _counts(count, cut), cut.sizes[dist.get_rank(cut.group)]
+    runs = torch.unflatten(t, cut.dim, (cut.pieces, -1))
+    shares = torch.split(runs, [size // cut.pieces for size in cut.sizes], cut.dim + 1)
+    home = t.new_empty(count, *t.shape[1 : cut.dim], own, *t.shape[cut.dim + 1 :])
+    sent, got = [share.numel() for share in shares], [n * home[:1].numel() for n in counts]
+    dist.all_to_all_single(home.view(-1), torch.cat([share.flatten() for share in shares]), got, sent, group=cut.group)
+    return home
+
+
+def _counts(count: int, cut: Cut) -> list[int]:
+    """Matrices of each rank, of so many."""
+    ranks = len(cut.sizes)
+    return [count // ranks + (rank < count % ranks) for rank in range(ranks)]

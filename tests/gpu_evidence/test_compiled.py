@@ -1,0 +1,67 @@
+"""The kernels that layers of real models launch, as compilers make them for five GPUs: a part of the table that
+`make gpu-table` prints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_evidence.compiled import GPUS, faults_of
+from helpers.commands import with_tests
+
+LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+pytestmark = [
+    pytest.mark.skipif(LIBRARY.exists(), reason="PyTorch built for CUDA wants a driver for fake tensors, too"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="a guard of CUDA devices is compiled for PyTorch"),
+    pytest.mark.xdist_group("compiled"),
+]
+CASES = ("sm_90/qwen3", "sm_90/next", "sm_90/half/float32", *(f"{gpu}/half" for gpu in GPUS if gpu != "sm_90"))
+GEMMS = {"gate_up", "hidden_grad", "rows", "weight_grad"}
+GOOD = {
+    "gpu": "sm_90", "dtype": "bfloat16", "kernel": "rows", "tile": "128x256x64", "spilled": 64, "fit": 1,
+    "products": 4, "atomics": 0, "narrow": ["%offsets"], "fused": True, "ahead": True, "by_16": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "gpu_evidence.compiled", "--json", "--brief", *CASES]
+    env = with_tests({"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_every_kernel_compiles_without_a_fault(found: dict[str, Any]) -> None:
+    assert not found["faults"]
+
+
+def test_every_kernel_of_the_layers_is_there(found: dict[str, Any]) -> None:
+    """What is the same for a GPU was compiled once."""
+    for gpu in GPUS:
+        for dtype in ("bfloat16", "float32") if gpu == "sm_90" else ("bfloat16",):
+            rows = [r for r in found["rows"] if (r["gpu"], r["dtype"]) == (gpu, dtype)]
+            assert {r["kernel"] for r in rows if r["tile"]} == GEMMS, (gpu, dtype)
+    kernels = {r["kernel"] for r in found["rows"] if r["gpu"] == "sm_90"} - GEMMS
+    assert kernels == {"count", "scan", "place", "combine", "gather", "activate", "activate_backward", "write"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("spilled", 72), ("fit", 0), ("products", 0), ("atomics", 1), ("narrow", ["%offsets", "%x"]), ("fused", None),
+        ("ahead", False),
+    ],
+)  # fmt: skip
+def test_a_fault_is_found(field: str, value: Any) -> None:
+    assert not faults_of(GOOD)
+    assert len(faults_of(GOOD | {field: value})) == 1
+    assert len(faults_of(GOOD | {"dtype": "float32"})) == 1

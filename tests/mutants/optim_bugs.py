@@ -1,0 +1,43 @@
+"""Bugs of optimizers that take experts' stacks for other matrices than they are, and of their state."""
+
+from __future__ import annotations
+
+from helpers.storages import check_resumed, check_storage
+from mutants.patching import Edit, RanksTest, bug
+
+STEP, SCALE = "optim.muon:Muon._muon", "scale(outs, ins)"
+
+
+def _storage(name: str, scale: str = "match_rms_adamw", nesterov: bool = True) -> RanksTest:
+    return RanksTest(run=check_storage, ranks=1, args=(name, scale, nesterov))
+
+
+# fmt: off
+MUTANTS = (
+    bug("gate_and_up_as_one", "gate and up are orthogonalized as one matrix (Megatron#7077, torchtitan#4532)",
+        Edit("optim.matrices:_stack", "axis = -1", "parts, turns = 1, False\n    axis = -1"),
+        test=_storage("qwen3_moe")),
+    bug("turns_as_halves", "gate and up that take turns are read as halves",
+        Edit("optim.matrices:_stack", "axis = -1", "turns = False\n    axis = -1"), test=_storage("gpt_oss")),
+    bug("halves_as_turns", "gate above up is read as if they took turns",
+        Edit("optim.matrices:_stack", "axis = -1", "turns = parts > 1\n    axis = -1"), test=_storage("aria")),
+    bug("scale_of_stored_shape", "the scale is of in x out, as the weight is stored (muon-optimizer)",
+        Edit(STEP, SCALE, "scale(*((ins, outs) if layout.axis == -1 else (outs, ins)))"),
+        test=_storage("llama4", "original")),
+    bug("scale_of_fused_shape", "the scale is of gate and up together",
+        Edit(STEP, SCALE, "scale(outs * len(layout.sizes), ins)"), test=_storage("qwen3_moe")),
+    bug("stack_as_one", "a stack of experts in two dims is one matrix, which torch's split by ndim == 2 makes of DBRX",
+        Edit("optim.matrices:_stack", "axis = -1", "stacks = 1\n    axis = -1"), test=_storage("dbrx")),
+    bug("norm_of_the_batch", "matrices of a batch are divided by the norm of all of them",
+        Edit("optim.newton_schulz:_normalized", "dim=(-2, -1), keepdim=True)", "keepdim=True)"),
+        test=_storage("ours")),
+    bug("momentum_normalized", "without Nesterov the update is the momentum itself, and overwrites it (pytorch#190597)",
+        Edit("optim.muon:Muon._update", "buffer.clone()", "buffer"), test=_storage("ours", nesterov=False)),
+    bug("momentum_not_resumed", "the momentum is left out of what is loaded",
+        Edit("optim.muon:Muon.load_state_dict", "tensors.items()}",
+             "tensors.items()}\n            self.state[param].pop('momentum_buffer', None)"),
+        test=RanksTest(run=check_resumed, ranks=1)),
+    bug("state_in_the_weights_dtype", "state is cast to the weights' dtype on resume, as torch's optimizers do",
+        Edit("optim.muon:Muon.load_state_dict", "self.state[param] |=", "_ ="),
+        test=RanksTest(run=check_resumed, ranks=1)),
+)
