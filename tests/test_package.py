@@ -40,7 +40,9 @@ def test_errors_and_modules_are_public_names() -> None:
     subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
 
 
-@pytest.mark.parametrize("name", ["trimtab", "trimtab.integrations", "trimtab.integrations.transformers"])
+@pytest.mark.parametrize(
+    "name", ["trimtab", "trimtab.integrations", "trimtab.integrations.transformers", "trimtab.optim"]
+)
 def test_dir_lists_what_is_offered_and_nothing_that_it_is_made_of(name: str) -> None:
     module = import_module(name)
     shown = [each for each in dir(module) if not each.startswith("__")]

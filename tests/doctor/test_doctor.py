@@ -31,8 +31,9 @@ from trimtab.dispatch.dispatcher import Dispatcher
 from trimtab.doctor import Finding, as_text, backends, machine
 from trimtab.guard import record
 from trimtab.guard.record import Place
+from trimtab.kernels import choose
 from trimtab.kernels.api import Block
-from trimtab.kernels.choose import BACKENDS
+from trimtab.kernels.choose import BACKENDS, KernelChoice
 from trimtab.kernels.torch_mm import TorchBackend
 from trimtab.validation import DTYPES
 from trimtab.verify.cases import Case, plan_cases
@@ -126,9 +127,12 @@ class Wrong(TorchBackend):
 def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     found = by_where(backends.kernels())
-    assert found.keys() == {f"kernels {name}" for name in BACKENDS}
+    assert found.keys() == {f"kernels {name}" for name in ("auto", *BACKENDS)}
     assert all(finding.severity in ("ok", "note") for finding in found.values())
-    assert any("default there" in finding.what and "float32" in finding.what for finding in found.values())
+    for dtype in DTYPES:
+        kernels = KernelChoice("auto").on(cpu, dtype).name
+        taken = next(line for line in found["kernels auto"].what.splitlines() if str(dtype)[6:] in line)
+        assert f": {kernels}: " in taken
     bad = backends.Tried(dtype="float32", chosen=True, fault="output with a NaN tail: wrong values")
     broken = backends.judge_kernels("a", cpu, [bad])
     assert broken.severity == "broken"
@@ -138,7 +142,12 @@ def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch
     never = backends.judge_kernels("a", cpu, [dataclasses.replace(bad, fault=None, refused="the CPU only")])
     assert (never.severity, never.what, never.do) == ("note", "cannot run on cpu: the CPU only", "")
     monkeypatch.setitem(BACKENDS, "wrong", Wrong)
-    assert by_where(backends.kernels())["kernels wrong"].what.count("WRONG: ") == len(DTYPES)
+    monkeypatch.setattr(choose, "names_for", lambda name, _: ("wrong", "torch") if name == "auto" else (name,))
+    found = by_where(backends.kernels())
+    assert found["kernels wrong"].what.count("WRONG: ") == len(DTYPES)
+    assert found["kernels auto"].what.count(": torch: kernels 'wrong' failed their self-test on cpu") == len(DTYPES)
+    monkeypatch.setattr(choose, "names_for", lambda name, _: ("wrong",) if name == "auto" else (name,))
+    assert by_where(backends.kernels())["kernels auto"].severity == "broken"
 
 
 def test_a_layer_over_two_processes() -> None:

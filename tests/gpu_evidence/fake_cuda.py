@@ -36,6 +36,7 @@ from trimtab.operators import KERNELS
 from trimtab.parallel.ddp import _ExpertReducer
 
 T, D, F, E, K, P = 4096, 2048, 768, 128, 8, 8
+SENT = [T]
 READS = {"_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "bincount"}
 VIEWS = {
     "view", "_unsafe_view", "reshape", "expand", "slice", "select", "transpose", "t", "permute", "unsqueeze", "squeeze",
@@ -65,6 +66,7 @@ class Watch(TorchDispatchMode):
         self.waits: list[str] = []
         self.lines: Counter[str] = Counter()
         self.recording = False
+        self.collectives: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,6 +93,8 @@ class Watch(TorchDispatchMode):
             later = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
             if {source.device.type, target.device.type} == {"cpu", "cuda"} and not later:
                 self.waits.append(f"{name} {source.device.type}->{target.device.type} {place()}")
+        if func.namespace == "c10d":
+            self.collectives.append(f"{name} " + " <- ".join(f"{t.dtype} {list(t.shape)}" for t in given))
         if name not in VIEWS and (on_device or any(t.device.type == "cuda" for t in made)):
             self.launched(name)
         return out
@@ -185,13 +189,15 @@ class Graph:
 
 
 def values(t: Tensor, watch: Watch) -> Any:
-    """What the host reads: of the device the handshake alone, where each rank sends its share to each."""
+    """What the host reads: of the device the handshake alone, where each of T tokens is sent to two ranks, and so is
+    each of this rank's `SENT[-1]`."""
     if t.dim() == 1:  # a layer's name
         return [0] * t.numel()
     watch.waits.append(f"tolist {place()}")
-    row = [0] * facts.COLUMNS + [T * K // E] * (t.shape[2] - facts.COLUMNS)
-    row[facts.ROWS], row[facts.SLOTS], row[facts.TOKENS], row[facts.GRAD] = 2 * T // P, T * K // P, T, 1
-    return [[row] * t.shape[1]] * t.shape[0]
+    sent, received = ([0] * facts.COLUMNS + [T * K // E] * (t.shape[2] - facts.COLUMNS) for _ in range(2))
+    for row, tokens in ((sent, SENT[-1]), (received, T)):
+        row[facts.ROWS], row[facts.SLOTS], row[facts.TOKENS], row[facts.GRAD] = 2 * tokens // P, tokens * K // P, T, 1
+    return [[sent] * t.shape[1], [received] * t.shape[1]]
 
 
 def rows(count: int = T, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -269,13 +275,14 @@ def fake_group() -> Any:
     return dist.group.WORLD
 
 
-def all_to_all(guard: bool = False, **more: Any) -> Steps:
+def all_to_all(tokens: int = T, guard: bool = False, **more: Any) -> Steps:
     """In a call that is not the first."""
     transport = AllToAll(fake_group(), guard=guard)
     if transport.guard is not None:
         transport.guard.waits, transport.guard._first = True, False
     dispatcher = Dispatcher(E, transport, **more)
-    module, x, (ids, w), found = experts(E // P), rows(), slots(), {}
+    module, x, (ids, w), found = experts(E // P), rows(tokens), slots(tokens), {}
+    SENT.append(tokens)
     dispatcher.calls = 1
     facts.compare = lambda *args: None  # nobody else is there
 
@@ -336,6 +343,8 @@ CASES: dict[str, Callable[[], Steps]] = {
     "all-to-all, guarded": lambda: all_to_all(guard=True),
     "all-to-all, replicas": lambda: all_to_all(replication=ReplicationConfig(copy_cost=512)),
     "all-to-all, ordered": lambda: all_to_all(combine="ordered"),
+    "all-to-all, few tokens": lambda: all_to_all(tokens=36),
+    "all-to-all, no tokens": lambda: all_to_all(tokens=0),
     "linear": linear,
     "ddp, flags": ddp_flags,
     "megatron": megatron,
@@ -347,10 +356,10 @@ def counted(case: str) -> dict[str, Any]:
     watch, found = Watch(), {}
     with FakeTensorMode(allow_non_fake_inputs=True), fake_cuda(watch), watch:
         for step, run in CASES[case]().items():
-            watch.launches.clear(), watch.waits.clear(), watch.lines.clear()
+            watch.launches.clear(), watch.waits.clear(), watch.lines.clear(), watch.collectives.clear()
             run()
             found[step] = {
                 "launches": sum(watch.launches.values()), "names": dict(watch.launches), "waits": list(watch.waits),
-                "lines": dict(watch.lines),
+                "lines": dict(watch.lines), "collectives": list(watch.collectives),
             }  # fmt: skip
     return found

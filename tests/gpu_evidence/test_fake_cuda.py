@@ -48,6 +48,8 @@ WITH_TRITON = {
     "all-to-all, guarded": Budget(87, 23, waits=1),
     "all-to-all, replicas": Budget(131, 41, waits=1),
     "all-to-all, ordered": Budget(111, 31, waits=1),
+    "all-to-all, few tokens": Budget(86, 23, waits=1),
+    "all-to-all, no tokens": Budget(86, 23, waits=1),
     "linear": Budget(19, 17),
     "ddp, flags": Budget(6),
 }
@@ -82,3 +84,19 @@ def test_a_path_launches_no_more_than_its_budget_and_waits_once_at_most(case: st
 @pytest.mark.parametrize("case", ALONE)
 def test_so_does_pytorch_alone(case: str) -> None:
     check(counts("--no-triton")[case], ALONE[case])
+
+
+@pytest.mark.parametrize(("case", "tokens"), [("", 4096), (", few tokens", 36), (", no tokens", 0)])
+def test_collectives_of_a_layer_in_order_and_shape(case: str, tokens: int) -> None:
+    """8 counts of 23 numbers; rows of D bfloat16, weights and ids, and of what comes home; from a rank of few tokens
+    and from one of none as from any other. 8192 come here."""
+    sent = 2 * tokens
+    golden = {
+        "forward": ["torch.int64 [8, 23] <- torch.int64 [8, 23]", (8192, sent, 4160), (sent, 8192, 4096)],
+        "backward": [(8192, sent, 4096), (sent, 8192, 4128)],
+    }
+    for step, calls in golden.items():
+        rows = [
+            c if isinstance(c, str) else "torch.uint8 [{0}, {2}] <- torch.uint8 [{1}, {2}]".format(*c) for c in calls
+        ]
+        assert counts()[f"all-to-all{case}"][step]["collectives"] == [f"alltoall_base_ {call}" for call in rows]

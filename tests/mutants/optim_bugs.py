@@ -35,7 +35,7 @@ MUTANTS = (
         Edit("optim.muon:Muon._update", "buffer.clone()", "buffer"), test=_storage("ours", nesterov=False)),
     bug("momentum_not_resumed", "the momentum is left out of what is loaded",
         Edit("optim.muon:Muon.load_state_dict", "tensors.items()}",
-             "tensors.items()}\n            self.state[param].pop('momentum_buffer', None)"),
+             "tensors.items()}\n        self.state[param]['momentum_buffer'] = torch.zeros_like(param)"),
         test=RanksTest(run=check_resumed, ranks=1)),
     bug("state_in_the_weights_dtype", "state is cast to the weights' dtype on resume, as torch's optimizers do",
         Edit("optim.muon:Muon.load_state_dict", "self.state[param] |=", "_ ="),

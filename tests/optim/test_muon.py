@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import trimtab
 from helpers.families import build_model, forward, sample_batch
-from trimtab import ConfigError, ExpertMLP, MoEConfig, RouterConfig, checkpoint
+from trimtab import ConfigError, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig, checkpoint
 from trimtab.optim import Layout, Muon, for_trainer, plain
 from trimtab.optim.matrices import find_matrices
 
@@ -156,6 +158,19 @@ def test_lora_factors_are_whose_one_says() -> None:
     assert layout.matrices(up_b.shape) == [(8, 12, 2)]
 
 
+def test_under_peft_what_is_saved_whole_is_what_it_was() -> None:
+    base = build_model("qwen3_next")
+    config = LoraConfig(target_modules=["o_proj"], modules_to_save=["lm_head", "q_proj", "shared_expert.gate_proj"])
+    model = get_peft_model(base, config)
+    optimizer = Muon(model)
+    found = {f.name: f for f in map(optimizer.found, (p for p in model.parameters() if p.requires_grad))}
+    layouts = {re.split(r"\.(?:modules|lora)_", name)[0].split(".")[-1]: f.layout for name, f in found.items()}
+    assert layouts == {
+        "lm_head": None, "o_proj": None, "q_proj": Layout((8, 8), repeats=4), "gate_proj": Layout((16,)),
+    }  # fmt: skip
+    assert {f.what for f in found.values()} == {"head", "LoRA", "dense"}
+
+
 def test_a_layer_of_its_own_class_is_not_taken_for_a_linear() -> None:
     class Grouped(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -274,11 +289,27 @@ def test_operands_are_small_on_a_cpu() -> None:
     assert (3, 64, 64) in seen
 
 
+def test_gate_and_up_in_one_of_our_own_modules_are_two() -> None:
+    model = MoEConfig(
+        dim=8, hidden=12, router=RouterConfig(num_experts=4, top_k=2), shared_hidden=12, shared_gate=True
+    ).build()
+    sizes = {f.name: f.layout.matrices((24, 8)) for f in find_matrices(model).values() if f.layout and "up" in f.name}
+    assert sizes["shared.up.weight"] == [(1, 12, 8), (1, 12, 8)]
+    of_megatron: Any = GroupedLinear(4, 8, 24, bias=False)  # as its first linear of experts says of itself
+    of_megatron.halves, of_megatron.tp_size = 2, 1
+    (found,) = find_matrices(of_megatron).values()
+    assert found.layout == Layout((12, 12))
+    of_megatron.tp_size = 2
+    assert find_matrices(of_megatron)[of_megatron.weight][1:] == (None, "experts, a share of them")
+    theirs = nn.ModuleDict({"fc1": nn.Linear(8, 24, bias=False), "fc2": nn.Linear(12, 8, bias=False)})
+    assert [f.what for f in find_matrices(theirs).values()] == ["several projections of sizes not known", "dense"]
+
+
 def test_names_that_say_several_projections_are_not_guessed() -> None:
-    model = nn.ModuleDict({name: nn.Linear(8, 24, bias=False) for name in ("qkv", "in_proj", "w13", "q_proj", "wq")})
-    found = {each.name: each for each in find_matrices(model).values()}
-    said = {name.split(".")[0]: each.what for name, each in found.items()}
-    assert said == {
-        **dict.fromkeys(("qkv", "w13"), "several projections of sizes not known"),
-        **dict.fromkeys(("in_proj", "q_proj", "wq"), "dense"),
-    }  # fmt: skip
+    names = ("qkv", "in_proj", "w13", "qkv_proj", "kv_proj", "q_proj", "wq", "input_linear")
+    model = nn.ModuleDict({name: nn.Linear(8, 24, bias=False) for name in names})
+    said = {f.name.split(".")[0]: f.what for f in find_matrices(model).values()}
+    assert [name for name in names if said[name] == "dense"] == ["q_proj", "wq", "input_linear"]
+    assert {said[name] for name in names[:5]} == {"several projections of sizes not known"}
+    model["o_proj"] = nn.Linear(12, 8, bias=False)  # half of what q_proj gives: it has a gate, who knows where
+    assert {f.name.split(".")[0]: f.what for f in find_matrices(model).values()}["q_proj"] == said["qkv"]

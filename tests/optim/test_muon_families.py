@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from helpers.families import build_model, experts_modules, family_names
 from trimtab.integrations.transformers.routers.find import find_routers
 from trimtab.optim import KELLER, Muon, gram
+from trimtab.optim.matrices import find_matrices
 
 Matrices = list[Tensor]
 """Of each matrix where its entries are in the parameter as one row, [rows, columns], outputs by inputs."""
@@ -187,3 +189,29 @@ def test_each_matrix_of_a_family_is_orthogonalized_alone(name: str) -> None:
     assert worst_error(model, truth, "match_rms_adamw", ns_dtype=torch.float64) <= 1e-12
     assert worst_error(model, truth, "original", ns_dtype=torch.float64, newton_schulz=gram) <= 1e-11
     assert worst_error(small(model, torch.float32), truth, "original", ns_dtype=torch.float32) <= 1e-5
+
+
+# Of families without a registry of experts: what each weight is made of, in the words of its module's forward.
+OTHERS = {
+    ("JetMoeConfig", "input_linear.weight"): [(8, 5632, 2048)] * 2,
+    ("JetMoeConfig", "experts.input_linear.weight"): [(8, 2048, 2048)],
+    ("JetMoeConfig", "kv_proj.weight"): [(1, 2048, 2048)] * 2,
+    ("JetMoeConfig", "router.layer.weight"): None,
+    ("Llama4TextConfig", "experts.gate_up_proj"): [(16, 8192, 5120)] * 2,
+    ("Llama4TextConfig", "experts.down_proj"): [(16, 5120, 8192)],
+    ("Llama4TextConfig", "router.weight"): None,
+    ("Phi3Config", "qkv_proj.weight"): [(1, 3072, 3072)] * 3,
+    ("Phi3Config", "gate_up_proj.weight"): [(1, 8192, 3072)] * 2,
+    ("MambaConfig", "in_proj.weight"): [(1, 1536, 768)] * 2,
+    ("Mamba2Config", "in_proj.weight"): [(1, 8192, 4096)] * 2 + [(1, 1024, 4096)] * 2 + [(1, 128, 4096)],
+}
+
+
+@pytest.mark.parametrize("config", dict.fromkeys(config for config, _ in OTHERS))
+def test_families_whose_experts_or_projections_have_no_flags(config: str) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(num_hidden_layers=1))
+    found = {each.name: (each.layout, param) for param, each in find_matrices(model).items()}
+    for (_, ending), truth in ((key, truth) for key, truth in OTHERS.items() if key[0] == config):
+        (layout, param), *_ = [entry for name, entry in found.items() if f".{name}".endswith(f".{ending}")]
+        assert (layout and layout.matrices(param.shape)) == truth, ending

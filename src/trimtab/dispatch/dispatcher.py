@@ -168,8 +168,9 @@ class Dispatcher:
         sent_TK, plan, columns = (known_TK, None, {}) if self._planner is None else self._planner.place(known_TK, call)
         sort = sort_by_rank(sent_TK, self._places, self.ranks)
         values: dict[int, Tensor | int] = {facts.GRAD: own, **columns}
-        slots_Pe = count_ids(sent_TK.long(), call.sized * self.ranks).view(self.ranks, -1) if call.sized else None
-        met = self._count(transport, sort, ids_TK, w_TK, call, values, given, slots_Pe)
+        if call.sized:
+            values[facts.SIZES] = count_ids(sent_TK.long(), call.sized * self.ranks).view(self.ranks, -1)
+        met = self._count(transport, sort, ids_TK, w_TK, call, values, given)
         route = self._route(transport, sort, met, call)
         w_TK = require_grad_if_any(w_TK, any(theirs[facts.GRAD] for theirs in met.received), own)
         x_MD, w_MK, ids_MK, sent = Dispatch.apply(route, x_TD, w_TK, sent_TK)  # type: ignore[no-untyped-call]
@@ -180,7 +181,7 @@ class Dispatcher:
         n = sum(route.slots.incoming)
         rows = Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
         if call.sized:
-            rows.sizes_e = [*map(sum, zip(*(theirs[facts.COLUMNS :] for theirs in met.received), strict=True))]
+            rows.sizes_e = [*map(sum, zip(*(theirs[facts.SIZES :] for theirs in met.received), strict=True))]
         if self._planner is not None and plan is not None:
             rows.replicas = self._planner.route(plan, route, met, compared=bool(given.weights))
             self.replicated = plan
@@ -224,13 +225,13 @@ class Dispatcher:
 
     def _count(
         self, transport: Transport, sort: RankSort, ids_TK: Tensor, w_TK: Tensor, call: CallId,
-        values: dict[int, Tensor | int], given: Facts, slots_Pe: Tensor | None,
+        values: dict[int, Tensor | int], given: Facts,
     ) -> Handshake:  # fmt: skip
         """Exchange counts, and compare facts, before any row moves."""
         count = checks.bad_slots if static_by_default(ids_TK) else checks.count_bad
         values |= {facts.SLOTS: sort.slots_P, facts.TOKENS: sort.tokens}
         values[facts.BAD] = count(ids_TK, w_TK, self.num_experts)
-        message = count_message(sort.rows_P, call, values, given, slots_Pe)
+        message = count_message(sort.rows_P, call, values, given)
         self._at("count")
         met: Handshake = self._run(transport.handshake, message)
         self.calls += 1

@@ -105,14 +105,11 @@ def error_scope(guard: Guard | None, own: Guard | None) -> Iterator[None]:
         raise named.with_traceback(error.__traceback__) from error.__cause__
 
 
-def count_message(
-    rows_P: Tensor, call: CallId, values: Mapping[int, Tensor | int], facts: Facts = NO_FACTS,
-    slots_Pe: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def count_message(rows_P: Tensor, call: CallId, values: Mapping[int, Tensor | int], facts: Facts = NO_FACTS) -> Tensor:
     """The message [P, C] int64 of a count on the device of `rows_P`: what the host knows goes there in one copy, which
     it does not wait for.
 
-    values: by column; an int, or int64 [P] or []. slots_Pe: of each expert, with `call.sized`.
+    values: by column; an int, or int64 [P] or [], and [P, e] for SIZES.
     """
     same = [0] * wire.WEIGHTS + facts.columns() + call.columns("count", "forward")
     tensors = {wire.ROWS: rows_P}
@@ -125,9 +122,7 @@ def count_message(
     if rows_P.device.type != "cpu":
         message = message.to(rows_P.device, non_blocking=True)
     for column, value in tensors.items():
-        message[:, column] = value
-    if slots_Pe is not None:
-        message[:, wire.COLUMNS :] = slots_Pe
+        message[:, column if column < wire.SIZES else slice(column, None)] = value
     message.known = [same] * rows_P.shape[0]  # type: ignore[attr-defined]  # for a transport that reads no values
     return message
 

@@ -28,6 +28,7 @@ ROWS, SLOTS, TOKENS, BAD, GRAD, REPLICAS, REPLICA_SLOTS = range(7)
 WEIGHTS, PLAN, TP_LINE, TP_TOKENS, CP_LINE, CP_TOKENS = range(7, 13)
 MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FINGERPRINT, NAME = range(13, 20)
 COLUMNS = NAME + NAME_COLUMNS
+SIZES = COLUMNS
 MOVEMENTS = (
     ("count", "forward"), ("route", "forward"), ("experts", "forward"), ("combine", "forward"),
     ("combine", "backward"), ("experts", "backward"), ("dispatch", "backward"),

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.errors import InputError
-from trimtab.guard.arrival import Arrival
 from trimtab.guard.guard import Guard, SharedWhenCopied
-from trimtab.guard.peers import has_gloo
+from trimtab.guard.peers import Arrival, has_gloo
 from trimtab.kernels.tensor_checks import no_values, row_major
 from trimtab.layout import align_up
 from trimtab.processes import end_behind_gloo

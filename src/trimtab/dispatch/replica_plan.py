@@ -151,10 +151,6 @@ class ReplicaPlan:
     checksum: Tensor
     replica_bytes: int = field(default=0, kw_only=True)
 
-    def tensors(self) -> list[Tensor]:
-        """In the order of the constructor."""
-        return [self.slots_EP, self.place_EP, self.replicas_PP, self.cap, self.checksum]
-
     @property
     def loads_before_P(self) -> Tensor:
         """[P] slots of each rank's own experts."""

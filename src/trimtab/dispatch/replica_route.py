@@ -104,21 +104,19 @@ def _rows(t: Tensor) -> Tensor:
 
 
 @cache
-def _planned(
-    config: ReplicationConfig, etp_rank: int, rank: int, counts: torch.Size, device: torch.device
-) -> OneLaunch:  # fmt: skip
-    """Of all layers with counts of this shape on this device: a function of counts [H, P, E] and this rank's own [E],
-    to a plan's tensors, this rank's `slot_shares`, the PLAN of its handshake, and its slots of replicas [P]."""
+def _planned(config: ReplicationConfig, etp_rank: int, rank: int, *where: object) -> OneLaunch:
+    """Of all layers with counts of one shape on one device: a function of counts [H, P, E] and this rank's own [E] to a
+    plan's tensors, this rank's `slot_shares`, the PLAN of its handshake, and its slots of replicas [P]."""
 
     def made(counts_HPE: Tensor, own_E: Tensor) -> list[Tensor]:
         mine_E = counts_HPE[etp_rank, rank]
         fits = (mine_E == own_E).all()
         mine_E.copy_(own_E)  # where it does not fit, cells still hold this rank's slots until all ranks have raised
-        plan = replica_plan(counts_HPE, config)
+        plan = p = replica_plan(counts_HPE, config)
         cells_EP = slot_shares(plan, counts_HPE, etp_rank, rank)
         fact = torch.where(fits, plan.checksum & _NOT_NEGATIVE, facts.UNFIT)
-        home = counts_HPE.shape[2] // counts_HPE.shape[1]
-        return [*plan.tensors(), cells_EP, fact, (cells_EP * (plan.place_EP >= home)).sum(0)]
+        of_replicas_P = (cells_EP * (plan.place_EP >= counts_HPE.shape[2] // counts_HPE.shape[1])).sum(0)
+        return [p.slots_EP, p.place_EP, p.replicas_PP, p.cap, p.checksum, cells_EP, fact, of_replicas_P]
 
     return OneLaunch(made)
 

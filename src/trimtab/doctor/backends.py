@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from trimtab.doctor import Finding
 from trimtab.errors import BackendError
-from trimtab.kernels.choose import BACKENDS, get_backend
+from trimtab.kernels.choose import BACKENDS, KernelChoice, get_backend, names_for
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.compiler import blames_cxx
 from trimtab.kernels.selftest import self_test
@@ -41,7 +41,7 @@ OWN = "the layer itself failed: install trimtab and torch afresh; if it stays, r
 class Tried:
     """Kernels tried with one dtype: how they passed, or why they were refused, or what is wrong.
 
-    chosen: "auto" takes them on this device. about: what they were built for, in lines.
+    chosen: "auto" takes them on this device, or would before others. about: what they were built for, in lines.
     """
 
     dtype: str
@@ -68,13 +68,31 @@ def process_groups() -> list[Finding]:
 
 
 def kernels() -> list[Finding]:
-    """One finding for each set of kernels on the CPU and on one GPU: self-tested in every dtype."""
-    devices = [torch.device("cpu"), torch.device("cuda", 0)][: 1 + torch.cuda.is_available()]
-    return [
-        judge_kernels(name, device, [_try(name, device, dtype) for dtype in DTYPES])
-        for device in devices
-        for name in BACKENDS
-    ]
+    """On the CPU and on one GPU: what "auto" takes and why, and each set of kernels, self-tested in every dtype."""
+    found = []
+    for device in [torch.device("cpu"), torch.device("cuda", 0)][: 1 + torch.cuda.is_available()]:
+        taken, first = {dtype: _taken(device, dtype) for dtype in DTYPES}, names_for("auto", device)[0]
+        by_what = [
+            (what, ", ".join(_short(d) for d in DTYPES if taken[d] == what)) for what in dict.fromkeys(taken.values())
+        ]
+        lines = "\n".join(f"{device}, {dtypes}: {name}: {why}" for (name, why), dtypes in by_what)
+        found.append(Finding("broken" if "none" in dict(taken.values()) else "ok", "kernels auto", lines))
+        for name in BACKENDS:
+            tried = [_try(name, device, dtype, name in (first, taken[dtype][0])) for dtype in DTYPES]
+            found.append(judge_kernels(name, device, tried))
+    return found
+
+
+def _taken(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """What "auto" takes, and why."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            name = KernelChoice("auto").on(device, dtype).name
+        except BackendError as error:
+            return "none", str(error)
+    order = " before ".join(names_for("auto", device))
+    return name, "; ".join(str(one.message) for one in said) or f"self-tested; in the order {order}"
 
 
 def judge_kernels(name: str, device: torch.device, tried: Sequence[Tried]) -> Finding:
@@ -87,36 +105,35 @@ def judge_kernels(name: str, device: torch.device, tried: Sequence[Tried]) -> Fi
             return Finding("broken", where, what, CXX)
         return Finding("note", where, what, COMPILER * why.startswith("no C++ compiler"))
     passed = ", ".join(one.passed for one in tried if one.passed) or "nothing passed"
-    lines = [f"{device}{', the default there' if tried[0].chosen else ''}: {passed}"]
+    lines = [f"{device}: {passed}"]
     lines += dict.fromkeys(line for one in tried for line in one.about)
     lines += [f"{one.dtype}: cannot: {one.refused}" for one in tried if one.refused]
     faults = [one for one in tried if one.fault]
     lines += [f"{one.dtype}: WRONG: {one.fault}" for one in faults]
     if not faults:
         return Finding("ok", where, "\n".join(lines))
-    needed = tried[0].chosen and any(one.dtype in NEEDED for one in faults)
+    needed = any(one.chosen and one.dtype in NEEDED for one in faults)
     return Finding("broken" if needed else "warn", where, "\n".join(lines), WRONG)
 
 
-def _try(name: str, device: torch.device, dtype: torch.dtype) -> Tried:
-    short = str(dtype).removeprefix("torch.")
-    with warnings.catch_warnings(record=True) as said:  # of where they are kept
-        warnings.simplefilter("always")
-        auto = get_backend("auto", device)
-    chosen = auto.name == name
+def _try(name: str, device: torch.device, dtype: torch.dtype, chosen: bool) -> Tried:
+    short = _short(dtype)
     try:
         kernels = get_backend(name, device)
         computed = kernels.compute_dtype(dtype)
         test = self_test(kernels, device, computed)
     except BackendError as error:
         return Tried(dtype=short, chosen=chosen, refused=str(error))
-    how = "" if computed == dtype else f" in {str(computed).removeprefix('torch.')}"
+    how = "" if computed == dtype else f" in {_short(computed)}"
     passed = "" if test.fault else f"{short}{how}"
     about: tuple[str, ...] = ()
     if isinstance(kernels, CompiledKernels):
         about = (f"compiled for {kernels.instructions}", f"bfloat16 products: {kernels.bf16}")
-        about += tuple(str(one.message) for one in said)
     return Tried(dtype=short, chosen=chosen, passed=passed, about=about, fault=test.fault)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def layer() -> Iterator[Finding]:

@@ -23,8 +23,7 @@ from typing import Any, Protocol, Self
 import torch.distributed as dist
 
 from trimtab.errors import ConfigError, DesyncError, TrimtabError, first_line
-from trimtab.guard.arrival import Arrival
-from trimtab.guard.peers import Introductions, PeerInfo, has_gloo, has_store, timeout_of
+from trimtab.guard.peers import Arrival, Introductions, PeerInfo, has_gloo, has_store, timeout_of
 from trimtab.guard.record import Place, RankRecord
 from trimtab.guard.verdict import Seen, Verdict, in_the_world, judge
 from trimtab.processes import end_behind_gloo

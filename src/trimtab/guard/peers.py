@@ -17,6 +17,7 @@ import torch.distributed as dist
 from trimtab.errors import first_line
 from trimtab.guard.record import RankRecord
 
+_SPIN = 2e-3
 _NOT_THERE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
@@ -66,12 +67,46 @@ class PeerInfo:
         return f"rank {self.rank} ({', '.join(parts)})" if parts else f"rank {self.rank}"
 
 
-class Introductions:
+class _Polled:
+    """Waited for as `torch.distributed.Work` is, by asking: at once for as long as an exchange of counts takes, then
+    after a pause of at most so many seconds."""
+
+    late, pause = "", 0.02
+
+    def wait(self, timeout: timedelta) -> None:
+        start, pause = time.monotonic(), 0.0
+        while not self.is_completed():
+            if (waited := time.monotonic() - start) > timeout.total_seconds():
+                raise RuntimeError(self.late)
+            time.sleep(pause)
+            pause = 0.0 if waited < _SPIN else min(waited / 4, self.pause)
+
+    def is_completed(self) -> bool:
+        raise NotImplementedError
+
+
+class Arrival(_Polled):
+    """A copy of a device's tensor in pinned memory, `values`, which is there once the event behind it is. It does not
+    fail where a rank is lost: the event just never comes. Asking raises an error of the device's own."""
+
+    late, pause = "the device has not come to what the host reads", 1e-4
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.values = tensor.to("cpu", non_blocking=True)  # pinned
+        self._event = torch.accelerator.current_stream(tensor.device).record_event()
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+class Introductions(_Polled):
     """Introductions of the ranks of a group. Each speaks without waiting for the others, and reads later.
 
     Every rank of the group must make it, in the same order where there are several. what: names their kind.
-    Can be waited for as `torch.distributed.Work` can: until all ranks have spoken.
+    Can be waited for: until all ranks have spoken.
     """
+
+    late = "not all ranks have come to their first exchange"
 
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self.rank, self._world = dist.get_rank(group), dist.get_process_group_ranks(group)
@@ -101,12 +136,7 @@ class Introductions:
         ]
 
     def wait(self, timeout: timedelta) -> None:
-        end, pause = time.monotonic() + timeout.total_seconds(), 1e-3
-        while not self.is_completed():
-            if time.monotonic() > end:
-                raise RuntimeError("not all ranks have come to their first exchange")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+        super().wait(timeout)
         if self._failure:
             raise RuntimeError(self._failure)
 

@@ -84,7 +84,7 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
 def _pieces(placement: Placement) -> int:
     """0 for what is not known."""
     if isinstance(placement, _StridedShard):
-        return placement.split_factor
+        return int(placement.split_factor)
     return 1 if isinstance(placement, Shard) else 0
 
 

@@ -17,6 +17,7 @@ from trimtab.errors import ConfigError
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.lora import ExpertAdapter
 from trimtab.experts.shared import Projection
+from trimtab.integrations.transformers.routers.find import plain
 from trimtab.integrations.transformers.summary import kinds
 from trimtab.optim.fused import of_linear
 from trimtab.optim.layout import Layout
@@ -72,7 +73,7 @@ def find_matrices(
             else:
                 routes = any(cls.__name__.endswith(ROUTERS) for m in (*around, module) for cls in type(m).__mro__)
                 kind = "router" if routes else kind_of(f"{path}.{own}")
-                new = Found(name, *_layout(around, name.split("."), module, param, kind, router, lora))
+                new = Found(name, *_layout(around, plain(name).split("."), module, param, kind, router, lora))
             if new.layout is not None and (param.ndim < 2 or not new.layout.fits(param.shape)):
                 raise ConfigError(f"{name} {tuple(param.shape)} is not made of matrices as {new.layout} says")
             before = found.setdefault(param, new)  # of two owners: what was told, then what is none of Muon's
@@ -101,7 +102,9 @@ def _layout(
     if kind == "router":
         return rows if router == "muon" and own == "weight" and param.ndim == 2 else None, "router"
     if isinstance(module, GroupedModule):  # gate and up of ours have a dim of their own
-        return None if "bias" in own or own.endswith("_scales") else rows, "experts"
+        if "bias" in own or own.endswith("_scales") or getattr(module, "tp_size", 1) > 1:
+            return None, "experts, a share of them" if getattr(module, "tp_size", 1) > 1 else "experts"
+        return _stack(param, getattr(module, "halves", 1), False), "experts"  # Megatron's first linear
     if is_transformers_experts(module):
         held: Any = module
         known = own in ("gate_up_proj", "up_proj", "down_proj")
@@ -118,7 +121,8 @@ def _layout(
         return None, f"of {type(module).__name__}"
     if type(linear).forward not in (nn.Linear.forward, Projection.forward):
         return None, f"{type(linear).__name__}, a layer of its own"
-    layout = of_linear(name, around[-1] if around else module, linear)
+    owner = next((m for m in reversed(around) if hasattr(m, name)), module)  # behind what peft wraps
+    layout = of_linear(name, owner, linear)
     return layout, "several projections of sizes not known" if layout is None else "dense"
 
 
