@@ -17,6 +17,7 @@ from trimtab.plan.device import DEVICES, Device
 from trimtab.plan.stages import Stages, extrapolated, few_layers, kinds_of, measure
 from trimtab.plan.traffic import Traffic
 from trimtab.plan.trained import trained
+from trimtab.plan.unrun import kernels_without_values
 from trimtab.plan.without_values import World
 from trimtab.train.config import Mesh, TrainConfig, flag_of
 from trimtab.train.loading import build_model
@@ -169,7 +170,8 @@ def plan_layout(
         with World(mesh.world) as world, planned(traffic, rounds=machine.kind == "cpu"):
             model = build_model(few_layers(skeleton.config, chosen), config, mesh, transport=NAME)
             world.fill(model)
-            return measure(model, trained(model, config, mesh), world, device=machine.device)
+            kernels = kernels_without_values(config.kernels, machine.kind)
+            return measure(model, trained(model, config, mesh), world, device=machine.device, kernels=kernels)
 
     found: dict[str, Any] = {"config": config, "mesh": mesh, "machine": machine, "skew": skew}
     kinds = kinds_of(skeleton)

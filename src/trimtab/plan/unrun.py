@@ -9,8 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimtab.kernels.api import Backend
 from trimtab.kernels.buffer_pool import HostBufferPool
+from trimtab.kernels.choose import names_for
 from trimtab.kernels.compiled import CompiledKernels
+from trimtab.kernels.torch_mm import GroupedMMBackend
+
+
+def kernels_without_values(name: str, kind: str) -> Backend:
+    """Of a ledger, for the kernels that a run on this kind of device asks for by name: whole grouped GEMMs, or C++."""
+    if kind == "cpu" and names_for(name, torch.device(kind))[0] == "cpu":
+        return UnrunKernels()
+    return GroupedMMBackend()
 
 
 class NoPool(HostBufferPool):
