@@ -97,7 +97,7 @@ def _answer(
                 _build(replace(contestant, args=contestant.rehearsal), rank).modes[mode]()
             return memory.step_bytes(subject, mode)
         case ("peak",):
-            return memory.peak(subject.device)
+            return memory.peak()
     raise AssertionError(f"no such command: {command}")
 
 
@@ -116,10 +116,6 @@ def _seconds(subject: Subject, mode: str, steps: int, meet: Callable[[], object]
         meet()
         start = time.perf_counter()
         parts = subject.modes[mode]()
-        if subject.device == "cuda":
-            import torch
-
-            torch.cuda.synchronize()
         taken[mode].append(time.perf_counter() - start)
         for part, seconds in parts.items() if isinstance(parts, dict) else ():
             taken.setdefault(part, []).append(seconds)

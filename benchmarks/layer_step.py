@@ -44,4 +44,4 @@ def layer_subject(
         run()
 
     held = sum(t.nbytes for t in leaves)
-    return Subject(modes={FORWARD: forward, BOTH: step}, outcome=outcome, judged=BOTH, held=held, device=case.device)
+    return Subject(modes={FORWARD: forward, BOTH: step}, outcome=outcome, judged=BOTH, held=held)

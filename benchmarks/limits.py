@@ -29,7 +29,7 @@ def build_dense(args: dict[str, Any], where: Where) -> Subject:
     for rank in range(case.ranks):
         slots += int((case.ids(rank) // e == where.rank).sum())
     widths = ((2 * case.hidden, case.dim), (case.dim, case.hidden))
-    gemms = [gemm(slots, wide, deep, dtype, case.device) for wide, deep in widths]
+    gemms = [gemm(slots, wide, deep, dtype) for wide, deep in widths]
     forward = [step for product, _, _ in gemms for step in [product]]
     backward = [step for _, d_input, d_weight in gemms for step in (d_input, d_weight)]
     if where.ranks > 1:
@@ -37,12 +37,12 @@ def build_dense(args: dict[str, Any], where: Where) -> Subject:
         forward.append(exchange.forward)
         backward.append(exchange.backward)
     modes = {FORWARD: in_turn(forward), BOTH: in_turn(forward + backward)}
-    return Subject(modes=modes, device=case.device)
+    return Subject(modes=modes)
 
 
-def gemm(rows: int, wide: int, deep: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Callable[[], object], ...]:
+def gemm(rows: int, wide: int, deep: int, dtype: torch.dtype) -> tuple[Callable[[], object], ...]:
     """x [N, deep] @ w^T [deep, wide], and its gradients of x and of w: three products of the same FLOPs."""
-    x, w, y = (torch.randn(shape, device=device).to(dtype) for shape in ((rows, deep), (wide, deep), (rows, wide)))
+    x, w, y = (torch.randn(shape).to(dtype) for shape in ((rows, deep), (wide, deep), (rows, wide)))
     dx, dw = torch.empty_like(x), torch.empty_like(w)
     return (
         lambda: torch.mm(x, w.t(), out=y),
@@ -63,10 +63,9 @@ def in_turn(steps: list[Callable[[], object]]) -> Callable[[], None]:
 
 def build_copy(args: dict[str, Any], where: Where) -> Subject:
     """A copy between two buffers of `bytes` each, larger than caches: facts["bytes"] are read and written."""
-    device = args.get("device", "cpu")
-    source, target = (torch.ones(args["bytes"], dtype=torch.uint8, device=device) for _ in range(2))
+    source, target = (torch.ones(args["bytes"], dtype=torch.uint8) for _ in range(2))
     facts = {"bytes": 2 * args["bytes"]}
-    return Subject(modes={"copy": lambda: target.copy_(source)}, facts=facts, device=device)
+    return Subject(modes={"copy": lambda: target.copy_(source)}, facts=facts)
 
 
 def build_exchange(args: dict[str, Any], where: Where) -> Subject:

@@ -20,20 +20,11 @@ def step_bytes(subject: Subject, mode: str) -> dict[str, int]:
     """Peak bytes beyond what was there before one step of `mode`, gradients included.
 
     resident: growth of the process's peak resident set (Linux; absent elsewhere). Wants malloc "strict".
-    tensors: most bytes alive in storages that operators made; on a CUDA device what its allocator gave out.
+    tensors: most bytes alive in storages that operators made.
     gradients: what of either the step leaves behind.
     """
     gc.collect()
     found = {"gradients": subject.held}
-    if subject.device == "cuda":
-        import torch
-
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        subject.modes[mode]()
-        torch.cuda.synchronize()
-        return found | {"tensors": torch.cuda.max_memory_allocated() - before}
     from trimtab.plan.ledger import Ledger
 
     if _CLEAR.exists():
@@ -54,12 +45,8 @@ def forget_peak() -> None:
         _CLEAR.write_text("5")
 
 
-def peak(device: str) -> int:
-    """The most bytes held since `forget_peak` or, on "cuda", since the first; 0 where nothing tells."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_reserved()
+def peak() -> int:
+    """The most bytes held since `forget_peak`; 0 where nothing tells."""
     return status("VmHWM") if _STATUS.exists() else 0
 
 

@@ -31,7 +31,6 @@ class Subject:
     judged: the mode whose step `outcome` runs, "" where it is none.
     held: bytes of gradients that one step leaves.
     facts: what it chose, for the reader.
-    device: where it computes; on "cuda" a step has ended when the device has.
     """
 
     modes: Mapping[str, Callable[[], object]]
@@ -39,7 +38,6 @@ class Subject:
     judged: str = ""
     held: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
-    device: str = "cpu"
 
 
 Build = Callable[[dict[str, Any], Where], Subject]

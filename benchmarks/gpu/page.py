@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.layers import DEFAULT, FUSED, TOKENS
+from benchmarks.gpu.layers import DEFAULT, FUSED, SHAPES, TOKENS
 from benchmarks.subject import BOTH, FORWARD
 
 BAR = 1.25
@@ -32,16 +32,11 @@ def decision(run: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
     if "failed" in (status.get("kernels"), status.get("layers")):
         return "Not decided, so they stay an option by name: the numbers of this run are not right, see the verdicts."
     rows = found.get("layers", {}).get("rows", [])
-    times = {
-        (row["shape"], row["name"]): row["ms"][BOTH] for row in rows if row["tokens"] == TOKENS[-1] and "ms" in row
-    }
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    pairs = [(times.get((shape, f"trimtab {DEFAULT}")), times.get((shape, f"trimtab {FUSED}"))) for shape in shapes]
-    ratios = {
-        shape: default / fused for shape, (default, fused) in zip(shapes, pairs, strict=True) if default and fused
-    }
+    ms = {(row["shape"], row["name"]): row["ms"][BOTH] for row in rows if row["tokens"] == TOKENS[-1] and "ms" in row}
+    pairs = {shape: [ms.get((shape, f"trimtab {name}")) for name in (DEFAULT, FUSED)] for shape in SHAPES}
+    ratios = {shape: default / fused for shape, (default, fused) in pairs.items() if default and fused}
     said = ", ".join(f"{ratio:.2f} ({shape})" for shape, ratio in ratios.items())
-    if status.get("kernels") != "ok" or not shapes or len(ratios) < len(shapes):
+    if status.get("kernels") != "ok" or len(ratios) < len(SHAPES):
         return f"Not decided, so they stay an option by name: not every shape was raced{f'; {said}' if said else ''}."
     if min(ratios.values()) >= BAR:
         return f"They stay, and are the faster choice on this GPU: {said} times."

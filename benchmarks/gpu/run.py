@@ -39,7 +39,6 @@ class Outcome:
     """
 
     stage: str
-    about: str
     status: str
     verdict: str
     seconds: float
@@ -52,6 +51,7 @@ def run_stages(stages: Sequence[Stage], out: Path, device: str, seconds: float, 
         stale.unlink()
     end, found = time.monotonic() + seconds, list[Outcome]()
     for number, stage in enumerate(stages):
+        say(f"-- {number} {stage.name}: {stage.about}")
         start = time.monotonic()
         limit = min(stage.limit, end - start)
         if stage.under and shutil.which(stage.under[0]) is None:
@@ -63,7 +63,7 @@ def run_stages(stages: Sequence[Stage], out: Path, device: str, seconds: float, 
                 stage, out / f"{number}_{stage.name}", device, limit, say
             )
         took = time.monotonic() - start
-        found.append(Outcome(stage=stage.name, about=stage.about, status=status, verdict=verdict, seconds=took))
+        found.append(Outcome(stage=stage.name, status=status, verdict=verdict, seconds=took))
         say(f"== {number} {stage.name}: {status}, {took:.0f} s: {verdict}")
         settings = {"device": device, "minutes": seconds / 60, "outcomes": [asdict(one) for one in found]}
         write_whole(out / "run.json", json.dumps(settings, indent=1))

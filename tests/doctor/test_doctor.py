@@ -142,11 +142,17 @@ def test_kernels_are_tested_and_wrong_ones_named(monkeypatch: pytest.MonkeyPatch
     never = backends.judge_kernels("a", cpu, [dataclasses.replace(bad, fault=None, refused="the CPU only")])
     assert (never.severity, never.what, never.do) == ("note", "cannot run on cpu: the CPU only", "")
     monkeypatch.setitem(BACKENDS, "wrong", Wrong)
-    monkeypatch.setattr(choose, "names_for", lambda name, _: ("wrong", "torch") if name == "auto" else (name,))
+
+    def auto_is(*names: str) -> None:
+        for module in (choose, backends):
+            monkeypatch.setattr(module, "names_for", lambda name, _: names if name == "auto" else (name,))
+
+    auto_is("wrong", "torch")
     found = by_where(backends.kernels())
     assert found["kernels wrong"].what.count("WRONG: ") == len(DTYPES)
-    assert found["kernels auto"].what.count(": torch: kernels 'wrong' failed their self-test on cpu") == len(DTYPES)
-    monkeypatch.setattr(choose, "names_for", lambda name, _: ("wrong",) if name == "auto" else (name,))
+    assert found["kernels auto"].what.count(": torch: what comes before it in the order wrong, torch ") == 1
+    assert found["kernels wrong"].severity == "broken"
+    auto_is("wrong")
     assert by_where(backends.kernels())["kernels auto"].severity == "broken"
 
 

@@ -1,4 +1,4 @@
-"""The numbers of the kernels between grouped GEMMs, in Triton's interpreter."""
+"""The numbers of Triton's kernels in its interpreter: those between grouped GEMMs, and GEMMs at their edges."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from helpers.commands import with_tests
 pytest.importorskip("triton")
 
 
-def test_numbers_in_the_interpreter() -> None:
+@pytest.mark.parametrize(("module", "parts"), [("interpreted", 10), ("interpreted_edges", 5)])
+def test_numbers_in_the_interpreter(module: str, parts: int) -> None:
     env = with_tests({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
-    command = [sys.executable, "-m", "gpu_evidence.interpreted"]
+    command = [sys.executable, "-m", f"gpu_evidence.{module}"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 10
+    assert len(done.stdout.splitlines()) == parts

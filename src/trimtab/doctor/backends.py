@@ -71,15 +71,14 @@ def kernels() -> list[Finding]:
     """On the CPU and on one GPU: what "auto" takes and why, and each set of kernels, self-tested in every dtype."""
     found = []
     for device in [torch.device("cpu"), torch.device("cuda", 0)][: 1 + torch.cuda.is_available()]:
-        taken, first = {dtype: _taken(device, dtype) for dtype in DTYPES}, names_for("auto", device)[0]
-        by_what = [
-            (what, ", ".join(_short(d) for d in DTYPES if taken[d] == what)) for what in dict.fromkeys(taken.values())
-        ]
-        lines = "\n".join(f"{device}, {dtypes}: {name}: {why}" for (name, why), dtypes in by_what)
-        found.append(Finding("broken" if "none" in dict(taken.values()) else "ok", "kernels auto", lines))
-        for name in BACKENDS:
-            tried = [_try(name, device, dtype, name in (first, taken[dtype][0])) for dtype in DTYPES]
-            found.append(judge_kernels(name, device, tried))
+        taken: dict[tuple[str, str], list[str]] = {}
+        for dtype in DTYPES:
+            taken.setdefault(_taken(device, dtype), []).append(_short(dtype))
+        said = "\n".join(f"{device}, {', '.join(dtypes)}: {name}: {why}" for (name, why), dtypes in taken.items())
+        auto = {names_for("auto", device)[0], *(name for name, _ in taken)}
+        found.append(Finding("broken" if "none" in auto else "ok", "kernels auto", said))
+        tried = {name: [_try(name, device, dtype, name in auto) for dtype in DTYPES] for name in BACKENDS}
+        found += [judge_kernels(name, device, each) for name, each in tried.items()]
     return found
 
 
@@ -91,8 +90,10 @@ def _taken(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
             name = KernelChoice("auto").on(device, dtype).name
         except BackendError as error:
             return "none", str(error)
-    order = " before ".join(names_for("auto", device))
-    return name, "; ".join(str(one.message) for one in said) or f"self-tested; in the order {order}"
+    order = names_for("auto", device)
+    if name != order[0]:
+        return name, f"what comes before it in the order {', '.join(order)} cannot run or is wrong, see below"
+    return name, "; ".join([f"self-tested; first of {', '.join(order)}", *(str(one.message) for one in said)])
 
 
 def judge_kernels(name: str, device: torch.device, tried: Sequence[Tried]) -> Finding:

@@ -163,7 +163,8 @@ def _weight_grad(  # type: ignore[no-untyped-def]
         first = tl.load(offsets + expert)
         end = tl.load(offsets + expert + 1)
         total = tl.zeros((BM, BN), dtype=tl.float32)
-        for row in range(first, end, BK):
+        for step in range(0, end - first, BK):
+            row = first + step  # 64 bits, in the interpreter too
             lane = tl.arange(0, BK)
             a_read = lane < end - row
             b_read = lane < end - row
