@@ -65,15 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Plan; returns 0 if a layout fits, else 1."""
-    least = min(
-        options.ranks,
-        options.layouts,
-        1 if options.gb is None else options.gb,
-        options.tflops,
-        options.link,
-        options.per_host,
-    )
-    if not least > 0:
+    counts = options.ranks, options.layouts, options.per_host, options.tflops, options.link, options.gb
+    if not all(count is None or count > 0 for count in counts):
         raise ConfigError("--ranks, --gb, --layouts, --tflops, --link and --per-host must be more than 0")
     given = {name: getattr(options, name) for name in sorted(FIELDS) if hasattr(options, name)}
     config = TrainConfig.of(on_this_disk(given)).resolved()
