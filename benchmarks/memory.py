@@ -25,7 +25,7 @@ def step_bytes(subject: Subject, mode: str) -> dict[str, int]:
     """
     gc.collect()
     found = {"gradients": subject.held}
-    from benchmarks.live_bytes import LiveBytes
+    from trimtab.plan.ledger import Ledger
 
     if _CLEAR.exists():
         _trim()
@@ -33,9 +33,9 @@ def step_bytes(subject: Subject, mode: str) -> dict[str, int]:
         forget_peak()
         subject.modes[mode]()
         found["resident"] = status("VmHWM") - before
-    with LiveBytes() as live:
+    with Ledger() as live:
         subject.modes[mode]()
-    found["tensors"] = live.peak
+    found["tensors"], _ = live.peak()
     return found
 
 

@@ -14,7 +14,7 @@ import trimtab
 from helpers import house
 
 FLOORS = (
-    ("cli",), ("train",), ("doctor",), ("verify",), ("optim",), ("integrations",),
+    ("cli",), ("plan",), ("train",), ("doctor",), ("verify",), ("optim",), ("integrations",),
     ("convert",), ("checkpoint",), ("parallel",), ("moe",), ("dispatch", "experts"),
     ("routing",), ("guard",), ("kernels",), ("layout", "processes", "atomic_write"), ("autograd", "operators"),
     ("graph_break",), ("lazy_names",), ("validation", "extras"), ("errors",),
@@ -36,8 +36,13 @@ FORWARD = 15
 PRIVATE = 15
 """Lines that touch a private name of torch. Each name has a reason:"""
 REASONS = {
+    "DataDependentOutputException": "what an operator raises that would read a value where there is none",
+    "FakeStore": "a group of ranks that are not there has no public way in",
+    "FakeTensorMode": "tensors without values lie in a private module",
+    "ShardingPropagator": "DTensor tries operators out on tensors that a ledger must not count",
     "TorchDispatchMode": "the base of every dispatch mode lies in a private module",
     "_assert_async": "a check on the device without a sync",
+    "_cdata": "which storage it is, while it lives, with values or without: a fake one has no address",
     "_current_graph_task_id": "whether a backward runs: no public question",
     "_current_level": "whether forward-mode AD, or a transform of torch.func, is on: both are refused in one sentence",
     "_distributed_c10d": "the Flight Recorder's dump has no public reader",
@@ -45,9 +50,11 @@ REASONS = {
     "_get_backend": "which backend a group has on the CPU, and its time-out",
     "_get_current_dispatch_mode_stack": "which modes see an operator: no public question",
     "_get_fsdp_state": "FSDP2 has no public way to shard one parameter over another mesh",
+    "_grouped_mm": "on fake tensors torch's grouped GEMM takes bfloat16 alone, unlike the real one",
     "_orig_mod": "what torch.compile wraps",
     "_parameters": "a parameter as it is kept, without what parametrize computes",
     "_register_namedtuple": "an exported program gives named tuples back",
+    "_schema": "what the arguments of an operator are called, and whether it writes into them",
     "_set_params_and_buffers_to_ignore_for_model": "DDP's only way to leave parameters to somebody else",
     "_will_engine_execute_node": "whether a backward comes by a node: no public question",
 }

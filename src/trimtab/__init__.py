@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from trimtab.parallel.fsdp import fully_shard_moe as fully_shard_moe
     from trimtab.parallel.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from trimtab.parallel.moe import join_data_parallel as join_data_parallel
+    from trimtab.plan.loop import MemoryPlan as MemoryPlan
+    from trimtab.plan.loop import plan_memory as plan_memory
     from trimtab.routing.balance import max_vio as max_vio
     from trimtab.routing.balance import set_totals as set_totals
     from trimtab.routing.balance import update_bias as update_bias

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.workloads import WORKLOADS, draw
 from helpers.replica_bounds import replica_bounds
 from helpers.weights import expert_weights
 from trimtab import ExpertMLP, oracle
@@ -23,6 +22,7 @@ from trimtab.dispatch.plan import plan_ranks, sort_by_rank
 from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
 from trimtab.dispatch.replica_route import experts_to_send
 from trimtab.experts.replicated import run_with_replicas
+from trimtab.plan.traffic import WORKLOADS, draw
 
 P, E, T, K, D, F = 4, 8, 24, 3, 8, 16
 HOME = E // P

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.live_bytes import LiveBytes
 from helpers.threads import torch_threads
 from trimtab.experts.activations import activation_of
 from trimtab.experts.module import ExpertMLP
 from trimtab.kernels.compiled import compiled_kernels
+from trimtab.plan.ledger import Ledger
 
 M, K, D, F, SIZE = 128, 4, 64, 96, 4
 INDICES = 48  # bytes per kept slot
@@ -23,11 +23,12 @@ def measured(activation: str, kernels: str, ids: torch.Tensor, experts: int) -> 
     mlp(x, ids, w)  # the self-test is not part of it
     params = sum(p.numel() for p in mlp.parameters()) * SIZE
     result = M * D * SIZE
-    with LiveBytes(x, w, ids, dy, *mlp.parameters()) as live:
+    with Ledger() as live:
+        live.know((x, w, ids, dy, *mlp.parameters()))
         y = mlp(x, ids, w)
-        forward, kept, live.peak = live.peak, live.now - result, live.now
+        forward, kept, since = live.peak()[0], live.now - result, live.clock
         y.backward(dy)
-    return kept, forward, live.peak - params - result
+    return kept, forward, live.peak(since)[0] - params - result
 
 
 def promised(activation: str, rows: int, busiest: int, stock: bool) -> tuple[int, int, int]:
@@ -74,9 +75,10 @@ def test_peaks_of_the_compiled_kernels(dtype: torch.dtype, threads: int) -> None
     dy = torch.randn(tokens, D, dtype=dtype)
     with torch_threads(threads):
         mlp(x, ids, w)
-        with LiveBytes(x, w, ids, dy, *mlp.parameters()) as live:
+        with Ledger() as live:
+            live.know((x, w, ids, dy, *mlp.parameters()))
             y = mlp(x, ids, w)
-            forward, kept, live.peak = live.peak, live.now - y.nbytes, live.now
+            forward, kept, since = live.peak()[0], live.now - y.nbytes, live.clock
             y.backward(dy)
     rows, width, piece = tokens * K, 2 * F, 512
     wave = rows // (16 if threads == 1 else rows // (2048 * threads))
@@ -92,7 +94,7 @@ def test_peaks_of_the_compiled_kernels(dtype: torch.dtype, threads: int) -> None
     together = wave if value == size else together
     most = both + together * (value * width + 64) + threads * (each + (2_200_000 if pairs else 1_000_000))
     most += size * wave * (F if pairs else width if value != size else 0)
-    assert 0.9 * most <= live.peak - results <= most + indices
+    assert 0.9 * most <= live.peak(since)[0] - results <= most + indices
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu_squared"])
@@ -105,7 +107,8 @@ def test_delayed_gradients_keep_what_the_docstring_says_and_then_nothing(activat
     dy = torch.randn(M, D)
     mlp(x, ids, w)
     params = sum(p.numel() for p in mlp.parameters()) * SIZE
-    with LiveBytes(x, w, ids, dy, *mlp.parameters()) as live:
+    with Ledger() as live:
+        live.know((x, w, ids, dy, *mlp.parameters()))
         mlp(x, ids, w).backward(dy)
         waiting = live.now - (x.numel() + w.numel()) * SIZE
         mlp.backward_dw()
@@ -126,12 +129,13 @@ def test_peaks_under_autocast_are_those_of_its_dtype_and_of_the_copies(kernels: 
         x, dy = torch.randn(tokens, D, dtype=dtype, requires_grad=True), torch.randn(tokens, D, dtype=dtype)
         with torch.autocast("cpu", torch.bfloat16):
             mlp(x, ids, w)
-            with LiveBytes(x, w, ids, dy, *mlp.parameters()) as live:
+            with Ledger() as live:
+                live.know((x, w, ids, dy, *mlp.parameters()))
                 y = mlp(x, ids, w)
-                forward, kept, live.peak = live.peak - y.nbytes, live.now - y.nbytes, live.now
+                forward, kept, since = live.peak()[0] - y.nbytes, live.now - y.nbytes, live.clock
                 y.backward(dy)
         results = 2 * y.nbytes + sum(p.nbytes for p in mlp.parameters())
-        found.append((kept, forward, live.peak - results))
+        found.append((kept, forward, live.peak(since)[0] - results))
     rows, copies = 2 * tokens * D, 2 * experts * 3 * F * D if kernels == "torch" else 0
     more = [wide - low for low, wide in zip(*found, strict=True)]
     assert more[0] == pytest.approx(rows, rel=1e-3)

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import trimtab
-from benchmarks.live_bytes import LiveBytes
 from helpers.ranks import run_ranks
+from trimtab.plan.ledger import Ledger
 
 E, D, F, T = 8, 256, 512, 8
 COPY = 3 * D * F * 4
@@ -68,13 +68,14 @@ def held(replicate_experts: Any, again: bool, main_grad: bool) -> Held:
     gc.collect()
     known = [x, ids, *moe.parameters(), *moe.buffers(), *(p.to_local() for p in weights)]
     known += [t.to_local() for t in (p.main_grad for p in weights)]
-    with LiveBytes(*known) as live:
+    with Ledger() as live:
+        live.know(known)
         y = forward()
-        first, kept, live.peak = live.peak, live.now, live.now
+        first, kept, since = live.peak()[0], live.now, live.clock
         y.sum().backward()
     report = moe.dispatcher.replicated
     replicas = 0 if report is None else int(report.replicas_P[rank])
-    return Held(forward=first, kept=kept, backward=live.peak, replicas=replicas)
+    return Held(forward=first, kept=kept, backward=live.peak(since)[0], replicas=replicas)
 
 
 def on_rank(main_grad: bool) -> list[tuple[Held, Held]]:

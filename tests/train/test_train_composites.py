@@ -30,7 +30,8 @@ from trimtab.convert.steps import moved_rows
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.composite import language_model_class
 from trimtab.train.assistant_spans import IGNORED
-from trimtab.train.models import keeps_documents_apart, mask_by_positions
+from trimtab.train.loading import mask_by_positions
+from trimtab.train.models import keeps_documents_apart
 from trimtab.train.packing import RankBlocks
 from trimtab.train.plan import plan_run
 from trimtab.train.resume import resumed

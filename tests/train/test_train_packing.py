@@ -22,7 +22,8 @@ from helpers.ranks import run_ranks
 from trimtab.errors import InputError
 from trimtab.train import packing, readers
 from trimtab.train.assistant_spans import IGNORED
-from trimtab.train.models import keeps_documents_apart, mask_by_positions
+from trimtab.train.loading import mask_by_positions
+from trimtab.train.models import keeps_documents_apart
 from trimtab.train.packing import Blocks, Packer, RankBlocks, best_fit, prepare_data, turns
 from trimtab.train.presets import SPECIALS, byte_tokenizer
 from trimtab.train.report import DataReport

@@ -22,7 +22,8 @@ from helpers.ranks import run_ranks
 from trimtab.cli.main import main
 from trimtab.errors import ConfigError, InputError
 from trimtab.train.config import TrainConfig
-from trimtab.train.models import check_finite, inspect, load_model, with_adapters
+from trimtab.train.loading import check_finite, load_model
+from trimtab.train.models import inspect, with_adapters
 from trimtab.train.out_folder import make_room
 from trimtab.train.plan import check_kept, plan_run
 from trimtab.train.resume import resumed

@@ -21,12 +21,12 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from trimtab import __version__
-from trimtab.cli import convert, doctor, train, verify
+from trimtab.cli import convert, doctor, plan, train, verify
 from trimtab.errors import ConfigError, InputError, TrimtabError, first_line
 from trimtab.extras import lacking
 from trimtab.processes import Interrupted, signals_raise
 
-COMMANDS: dict[str, ModuleType] = {"train": train, "doctor": doctor, "verify": verify, "convert": convert}
+COMMANDS: dict[str, ModuleType] = {"train": train, "plan": plan, "doctor": doctor, "verify": verify, "convert": convert}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -6,12 +6,13 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import ConfigError, first_line
 from trimtab.extras import required
-from trimtab.processes import Interrupted
+from trimtab.processes import Interrupted, group_size
 from trimtab.train.config import FIXED, OPTIONS, TrainConfig, flag_of
 from trimtab.train.hub import on_this_disk
 from trimtab.train.launch import launch
@@ -36,8 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(parser=parser)
     parser.add_argument("--config", metavar="FILE", help="a YAML file of these options, as run.json of a run is one")
     parser.add_argument("--nproc", type=int, metavar="N", help="start N local ranks (default: one; not under torchrun)")
+    add_fields(parser, [field.name for field in OPTIONS])
+
+
+def add_fields(parser: argparse.ArgumentParser, names: Container[str]) -> None:
+    """Add the options of `TrainConfig` with these names."""
     groups: dict[str, Any] = {}
-    for field in OPTIONS:
+    for field in (field for field in OPTIONS if field.name in names):
         about, kind = field.metadata, str(field.type).split(" ")[0]
         name = about["group"]
         groups[name] = groups.get(name) or parser.add_argument_group(name)
@@ -70,6 +76,10 @@ def run(options: argparse.Namespace) -> int:
         name, how_far = signal.Signals(stop.number).name, _how_far(out, options.nproc, began)
         print(f"\ntrimtab: interrupted by {name} {how_far}", file=sys.stderr, flush=True)
         return 128 + stop.number
+    if config.dry_run and os.environ.get("RANK", "0") == "0":
+        from trimtab.plan.table import memory_lines
+
+        print(*memory_lines(config, group_size(options.nproc) or options.nproc or 1), sep="\n")
     return 0
 
 

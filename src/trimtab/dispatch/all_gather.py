@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.over_group import OverGroup, pack, read, refuse_without_values, unpack, watched
+from trimtab.dispatch.over_group import OverGroup, pack, read, unpack, watched
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.guard.guard import Guard
 
@@ -42,7 +42,7 @@ class AllGather(OverGroup):
     """
 
     def handshake(self, message_PC: Tensor) -> Handshake:
-        refuse_without_values(message_PC, self.rank)
+        self.refuse_without_values(message_PC)
         everyone = read(self.guard, gather_uneven(message_PC, self.size, self.group, self.guard))
         return Handshake(sent=everyone[self.rank], received=[row[self.rank] for row in everyone], everyone=everyone)
 

@@ -13,7 +13,6 @@ from trimtab.dispatch.over_group import (
     empty_rows,
     pack,
     read,
-    refuse_without_values,
     row_bytes,
     unpack,
     watched,
@@ -44,7 +43,7 @@ class AllToAll(OverGroup):
         self._pool = HostBufferPool()
 
     def handshake(self, message_PC: Tensor) -> Handshake:
-        refuse_without_values(message_PC, self.rank)
+        self.refuse_without_values(message_PC)
         received_PC = torch.empty_like(message_PC)
         watched(self.guard, dist.all_to_all_single, (received_PC, message_PC), group=self.group)
         sent, received = read(self.guard, torch.stack((message_PC, received_PC)))

@@ -123,6 +123,7 @@ def count_message(rows_P: Tensor, call: CallId, values: Mapping[int, Tensor | in
         message = message.to(rows_P.device, non_blocking=True)
     for column, value in tensors.items():
         message[:, column if column < wire.SIZES else slice(column, None)] = value
+    message.known = [same] * rows_P.shape[0]  # type: ignore[attr-defined]  # for a transport that reads no values
     return message
 
 
@@ -142,7 +143,10 @@ def agree_on_rows(
     kind = (0, wire.UNUSABLE, 0) if rows is None else _kind(rows)
     same = [*kind, *[0] * (wire.MOVEMENT - DTYPE - 1), *call.columns(phase, direction)]
     counts = list(zip(splits.outgoing, splits.incoming, strict=True))
-    met = transport.handshake(torch.tensor([[*count, *same] for count in counts], device=device))
+    known = [[*count, *same] for count in counts]
+    message: Any = torch.tensor(known, device=device)
+    message.known = known
+    met = transport.handshake(message)
     wire.compare(met, transport.rank, call, phase)
     kinds = [(theirs[VALUES], theirs[DTYPE]) for theirs in met.received]
     if len(set(kinds)) > 1:

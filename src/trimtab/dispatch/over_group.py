@@ -26,16 +26,6 @@ from trimtab.processes import end_behind_gloo
 PART_ALIGNMENT = 8
 
 
-def refuse_without_values(message_PC: Tensor, rank: int) -> None:
-    """Raises InputError: nobody can read how many rows there are."""
-    if no_values(message_PC.device):
-        raise InputError(
-            "on the meta device and under FakeTensorMode no rows can be exchanged, for their counts have no values: "
-            "take one rank's layer by itself, with its share of the experts",
-            rank=rank, phase="count",
-        )  # fmt: skip
-
-
 class OverGroup(SharedWhenCopied):
     """Base of the transports over a process group; `group` and `guard` as for `AllToAll`. Guarded or
     not, over Gloo the process does not end before its threads are done.
@@ -50,6 +40,15 @@ class OverGroup(SharedWhenCopied):
             end_behind_gloo()
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+
+    def refuse_without_values(self, like: Tensor) -> None:
+        """Raises InputError: nobody can read how many rows there are."""
+        if no_values(like.device):
+            raise InputError(
+                "on the meta device and under FakeTensorMode no rows can be exchanged, for their counts have no "
+                "values: take one rank's layer by itself, or plan the ranks by `trimtab.plan_memory`",
+                rank=self.rank, phase="count",
+            )  # fmt: skip
 
 
 def watched(guard: Guard | None, collective: Callable[..., Any], *calls: tuple[Any, ...], **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ from trimtab.dispatch.replica_plan import ReplicaPlan, physical_ids, replica_pla
 from trimtab.dispatch.transport import Handshake, SplitSizes, Transport
 from trimtab.kernels.one_launch import OneLaunch
 from trimtab.kernels.rows import compact
-from trimtab.kernels.tensor_checks import row_major
+from trimtab.kernels.tensor_checks import row_major, static_by_default
 from trimtab.routing.recompute import replayed, replaying
 from trimtab.routing.scores import count_ids
 
@@ -84,7 +84,7 @@ class ReplicaRoute(Exchange):
 
 def _add_rows(home: Tensor, experts_n: Tensor, grads: Tensor) -> None:
     """home[experts_n] += grads, of experts that differ: no order is left to chance."""
-    if home.device.type != "cpu":
+    if static_by_default(home):
         home.index_add_(0, experts_n, grads)
         return
     for expert, grad in zip(experts_n.tolist(), grads, strict=True):  # on the CPU three times as fast in bfloat16

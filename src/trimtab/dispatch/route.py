@@ -104,7 +104,7 @@ def combine_parts(parts: Sequence[Tensor], csr: Csr) -> list[Tensor]:
     are not adjacent, kernels would copy it first. The others, which are narrow, are summed alone.
     """
     first = parts[0]
-    stride, storages = first.stride(0), {part.untyped_storage().data_ptr() for part in parts}
+    stride, storages = first.stride(0), {part.untyped_storage()._cdata for part in parts}
     if len(parts) == 1 or len(storages) > 1 or stride == first.shape[1]:  # alone, a part may have padding too
         return [combine_rows(part, csr) for part in parts]
     summed = combine_rows(first.as_strided((first.shape[0], stride), (stride, 1)), csr)

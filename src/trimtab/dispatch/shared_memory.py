@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.dispatch.host_memory import LIMITS, SLOT_BYTES, HostMemory, Slot
-from trimtab.dispatch.over_group import OverGroup, refuse_without_values
+from trimtab.dispatch.over_group import OverGroup
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.errors import BackendError, PeerLost, PhaseTimeout, TrimtabError
 from trimtab.guard.guard import Guard, Waiting, settled
@@ -132,7 +132,7 @@ class SharedMemory(OverGroup):
                 self._meet(self._host.inbox, rows=False)
             if like.device.type != "cpu":
                 raise RuntimeError(f"rank {self.rank} brings tensors of {like.device}")
-            refuse_without_values(like, self.rank)
+            self.refuse_without_values(like)
             yield
         except TrimtabError as error:
             self._leave(error)

@@ -194,18 +194,23 @@ class CompiledKernels(TorchBackend):
             self._faults[asked] = find(self)
         return self._faults[asked]
 
-    def _run(self, name: str, fields: Mapping[str, Any]) -> None:
+    def _run(self, name: str, fields: Mapping[str, Any], address: Callable[[str, Tensor], int] | None = None) -> None:
+        """address: where a field's tensor lies, for who has none and wants the memory of a call alone."""
         get, own = fields.get, fields["type"]
         threads = get("threads") or torch.get_num_threads()
         numbers = [get(field, 0) for field in _NUMBERS]
-        addresses = [0 if (t := get(field)) is None else t.data_ptr() for field in _TENSORS]
+        if address is None:
+            addresses = [0 if (t := get(field)) is None else t.data_ptr() for field in _TENSORS]
+        else:
+            addresses = [0 if (t := get(field)) is None else address(field, t) for field in _TENSORS]
         call = _CALL.pack(own, get("type_weights", own), self.bf16.number, threads, *numbers, *addresses, 0, 0)
         # Sums by themselves: forward and backward want as many of them, but not as much of the rest.
         sums = None
         if own != TYPES[torch.float32] and (get("y") is not None or get("dx") is not None):
             sums = self.pool.empty(fields["M"] * fields["D"], dtype=torch.float32)
         scratch = self.pool.empty(self._lib.trimtab_scratch_floats(call), dtype=torch.float32)
-        getattr(self._lib, f"trimtab_{name}")(call, None if sums is None else sums.data_ptr(), scratch.data_ptr())
+        if address is None:
+            getattr(self._lib, f"trimtab_{name}")(call, None if sums is None else sums.data_ptr(), scratch.data_ptr())
 
 
 _shared: WeakValueDictionary[str, CompiledKernels] = WeakValueDictionary()

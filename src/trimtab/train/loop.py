@@ -16,21 +16,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
-from transformers.utils.generic import is_flash_attention_requested
 
 from trimtab.errors import TrimtabError
 from trimtab.integrations.transformers.lora import average_replicated
-from trimtab.integrations.transformers.model_loads import ModelLoads
 from trimtab.integrations.transformers.routers.observe import Observed
 from trimtab.optim import for_trainer
 from trimtab.routing.loads import load_scalars
-from trimtab.routing.observers import BalanceLosses, Loads
+from trimtab.routing.observers import Loads
 from trimtab.train.assistant_spans import IGNORED
 from trimtab.train.config import MUON, Mesh, TrainConfig
+from trimtab.train.objective import Objective
 from trimtab.train.out_folder import sizes
 from trimtab.train.packing import Blocks, RankBlocks
 from trimtab.train.plan import Plan
@@ -101,14 +99,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         # compute_loss divides by the targets of the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
         self.mesh, self.metrics = mesh, plan.out / METRICS
-        text = model.config.get_text_config()
-        # Some families have no such loss.
-        coefficient = getattr(text, "output_router_logits", False) and getattr(text, "router_aux_loss_coef", None)
-        group = dist.group.WORLD if mesh.world > 1 else None
-        self.balance = BalanceLosses(aux_loss=coefficient or 0.0, z_loss=0.0, group=lambda: group)
-        self.balance.micro_batches = config.grad_accum
-        self._without_logits = {"output_router_logits": False} if hasattr(text, "output_router_logits") else {}
-        self.loads = ModelLoads(model, *([self.balance] if coefficient else []))
+        self.objective = Objective(model, config.grad_accum)
+        self.balance, self.loads = self.objective.balance, self.objective.loads
         device = self.args.device
         # Sums of counts stay exact; Apple's GPUs have no float64.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
@@ -183,24 +175,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """This rank's part of the objective; averaged over the data-parallel ranks it is the global mean."""
-        outputs, nll = self._forward(model, inputs)
+        outputs, nll = self.objective.forward(model, inputs)
         self._nll += nll.detach()
         loss = nll * (self.mesh.data_size / self._targets).float()
         return (loss, outputs) if return_outputs else loss
-
-    def _forward(
-        self, model: Any, inputs: dict[str, torch.Tensor], rows: torch.Tensor | None = None
-    ) -> tuple[Any, torch.Tensor]:
-        """The outputs for a batch, and the sum of its targets' losses. rows: those whose tokens count in loads."""
-        self.loads.observed.token_mask = inputs["real"] if rows is None else inputs["real"] & rows[:, None]
-        given = {name: value for name, value in inputs.items() if name not in ("labels", "real")}
-        if "position_ids" in inputs and is_flash_attention_requested(self.model.config):
-            # Its kernels look at positions in a batch of one row alone.
-            given = {name: value.flatten()[None] for name, value in given.items()}
-        outputs = model(**given, **self._without_logits, use_cache=False)
-        logits, targets = outputs.logits.float(), F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
-        nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return outputs, nll
 
     @torch.no_grad()
     def _evaluate(self, blocks: Blocks) -> dict[str, float]:
@@ -219,7 +197,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             filling = torch.tensor([place >= len(blocks) for place in places], device=self.args.device)
             inputs["labels"] = inputs["labels"].masked_fill(filling[:, None], IGNORED)
             with self.compute_loss_context_manager():
-                _, nll = self._forward(self.model, inputs, ~filling)
+                _, nll = self.objective.forward(self.model, inputs, ~filling)
             sums += torch.stack([nll.to(self._wide), (inputs["labels"][:, 1:] != IGNORED).sum().to(self._wide)])
         counting.remove()
         self.model.train()

@@ -1,4 +1,4 @@
-"""A model by name or path: what it is made of, how it is loaded onto the ranks, and adapters on it."""
+"""A model by name or path: what it is made of, which options it allows, and adapters on it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import trimtab.integrations.transformers
-from trimtab.checkpoint.ranks import on_every_rank
 from trimtab.convert.layouts import experts_modules
 from trimtab.convert.steps import moved_rows
 from trimtab.errors import ConfigError, first_line
@@ -19,7 +17,7 @@ from trimtab.integrations.transformers.composite import freeze_what_sees_no_text
 from trimtab.integrations.transformers.lora import lora_config
 from trimtab.integrations.transformers.quantized import allocate_params
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
-from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig, experts_in
+from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.integrations.transformers.summary import own_name
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
@@ -31,7 +29,7 @@ RESUMS = "replicated_with_grad_allreduce"
 
 def inspect(model: str, attn: str | None = None) -> Any:
     """Build the model on the meta device. Raises ConfigError for a path that is no MoE language model."""
-    config = preset_config(model) if model in PRESETS else _read_config(model)
+    config = preset_config(model) if model in PRESETS else read_config(model)
     try:
         with torch.device("meta"):
             skeleton = language_model_class(config).from_config(config, attn_implementation=attn)
@@ -55,7 +53,7 @@ def num_rows(model: Any) -> int:
     return int(model.get_input_embeddings().num_embeddings)
 
 
-def _read_config(model: str) -> Any:
+def read_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
@@ -72,22 +70,6 @@ def keeps_documents_apart(model: Any) -> bool:
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     mixes = any(isinstance(module, nn.Conv1d) for module in model.modules())
     return not mixes and kinds <= {"full_attention", "sliding_attention"}
-
-
-def mask_by_positions(model: Any) -> None:
-    """Have a model's masks made from `position_ids`: not every one hands them on to the functions that do, and GPT-OSS
-    and AFMoE would let documents of one row see each other."""
-    from transformers.masking_utils import create_masks_for_generate
-
-    def with_masks(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        positions = kwargs.get("position_ids")
-        if positions is None or kwargs.get("attention_mask") is not None:
-            return args, kwargs
-        embedded = torch.empty(*positions.shape, 0, dtype=module.dtype, device=positions.device)
-        masks = create_masks_for_generate(module.config, embedded, None, None, positions)
-        return args, {**kwargs, "attention_mask": masks}
-
-    model.get_decoder().base_model.register_forward_pre_hook(with_masks, with_kwargs=True)
 
 
 def check_model(config: TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> None:
@@ -158,47 +140,6 @@ def _check_names(model: Any) -> None:
         )
 
 
-def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
-    """Load a checkpoint folder onto this rank's place in the mesh, with trimtab's experts and exchange.
-
-    Every rank must call. Raises ConfigError for a checkpoint that lacks weights, or whose weights are not finite.
-    """
-    from transformers.distributed import DistributedConfig
-
-    trimtab.integrations.transformers.register(
-        IMPLEMENTATION, replicate_experts=config.tolerance, copy_cost=config.copy_cost, kernels=config.kernels
-    )  # fmt: skip
-    options: dict[str, Any] = {}
-    if config.quantize not in (None, "keep"):
-        options["quantization_config"] = QuantizedExpertsConfig(config.quantize)
-    if mesh.world > 1:
-        options["distributed_config"] = DistributedConfig(
-            ep_size=mesh.ep,
-            fsdp_size=mesh.fsdp,
-            tp_size=mesh.tp,
-            dp_replicate_size=mesh.replicate,
-            ep_implementation=IMPLEMENTATION,
-            fsdp_mixed_precision=config.dtype == "bfloat16" and not config.lora,  # it is loaded so
-        )
-    model, report = language_model_class(_read_config(str(path))).from_pretrained(
-        path,
-        dtype=torch.bfloat16 if config.lora and config.dtype == "bfloat16" else torch.float32,  # none is trained
-        experts_implementation=IMPLEMENTATION,
-        attn_implementation=config.attn,
-        local_files_only=True,
-        output_loading_info=True,
-        **options,
-    )
-    # transformers fills these with random numbers, which would pass for a checkpoint that learns badly.
-    if absent := sorted(report["missing_keys"]):
-        raise ConfigError(f"--model {config.model}: the checkpoint lacks {len(absent)} weights, among them {absent[0]}")
-    check_finite(model, config.model)
-    freeze_what_sees_no_text(model)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
 def load_tokenizer(model: str) -> Any:
     """Load the checkpoint's tokenizer, or the byte tokenizer of the presets. Raises ConfigError if there is none."""
     if model in PRESETS:
@@ -209,19 +150,6 @@ def load_tokenizer(model: str) -> Any:
         return AutoTokenizer.from_pretrained(model, local_files_only=True)
     except Exception as error:  # whatever the many loaders raise, the folder has no tokenizer that opens
         raise ConfigError(f"--model {model}: no tokenizer that opens there ({first_line(error)})") from error
-
-
-def check_finite(model: Any, name: str) -> None:
-    """Raise ConfigError, on every rank, for weights that no training can put right."""
-
-    def bad() -> list[str]:
-        local = ((n, p.to_local() if hasattr(p, "to_local") else p) for n, p in model.named_parameters())
-        return [n for n, tensor in local if not bool(tensor.isfinite().all())]
-
-    if found := sorted({n for rank in on_every_rank(bad, None) for n in rank}):
-        raise ConfigError(
-            f"--model {name}: NaN or infinity in {len(found)} weights of the checkpoint: {', '.join(found[:3])}"
-        )
 
 
 def with_adapters(model: Any, config: TrainConfig) -> Any:

@@ -96,10 +96,10 @@ class Plan:
         return dataclasses.replace(self, config=asked.resolved())
 
     def described(self) -> Iterator[str]:
-        """Lines that say what a run would train, on what, in which steps and with what memory."""
+        """Lines that say what a run would train, on what and in which steps."""
         from trimtab.convert.layouts import experts_modules
         from trimtab.integrations.transformers.summary import summary
-        from trimtab.train.models import num_rows, trained_skeleton
+        from trimtab.train.models import trained_skeleton
 
         config, mesh, skeleton = self.config, self.mesh, self.skeleton
         layers = [dict(module.named_parameters()) for module in experts_modules(skeleton).values()]
@@ -117,19 +117,9 @@ class Plan:
             f"ranks   {mesh.world} = replicate {mesh.replicate} x fsdp {mesh.fsdp} x tp {mesh.tp}; experts over "
             f"{mesh.ep}{replicated}"
         )
-        tokens = config.batch_size * (config.seq_len or 0)
         yield (
             f"steps   {config.max_steps} of {self._batch * (config.seq_len or 0):,} tokens: {config.batch_size} x "
             f"{config.seq_len} on each of {mesh.data_size} rank(s), {config.grad_accum} time(s)"
-        )
-        shards, logits = mesh.fsdp * mesh.tp, 4 * tokens * num_rows(skeleton)
-        plain = found.of(state="frozen").count * (2 if config.dtype == "bfloat16" else 4)
-        trained = 16 * found.of(state="trained").count / (1 if config.frozen else shards)
-        held = trained + (plain + found.of(state="quantized").bytes) / shards
-        yield (
-            f"memory  of a rank: {held / 1e9:.3g} GB for weights, gradients and AdamW's moments, "
-            f"{2 * logits / 1e9:.3g} GB for logits and their gradient; activations, and weights gathered for a layer, "
-            "come to it"
         )
 
 

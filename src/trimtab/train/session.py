@@ -28,8 +28,9 @@ from trimtab.integrations.transformers.summary import summary
 from trimtab.processes import Interrupted, leave_group
 from trimtab.routing.loads import draw_loads
 from trimtab.train.autosave import first_signal_noted, remove_unasked
+from trimtab.train.loading import finished, load_model
 from trimtab.train.loop import MoETrainer
-from trimtab.train.models import load_model, mask_by_positions, whole_model, with_adapters
+from trimtab.train.models import whole_model
 from trimtab.train.out_folder import make_room
 from trimtab.train.plan import Plan
 from trimtab.train.presets import PRESETS
@@ -111,9 +112,7 @@ def _build(plan: Plan, rank: int) -> MoETrainer:
         transformers_logging.enable_progress_bar()
     model = load_model(plan.checkpoint, plan.config, plan.mesh)
     transformers_logging.disable_progress_bar()
-    mask_by_positions(model)
-    if plan.config.lora:
-        model = with_adapters(model, plan.config)
+    model = finished(model, plan.config)
     if rank == 0:
         print(summary(model), flush=True)
     return MoETrainer(plan, model, rank)

@@ -1,0 +1,127 @@
+"""`trimtab plan`: the options, the table of layouts, and the command that runs the best of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.cli import Progress
+from trimtab.cli.train import add_fields
+from trimtab.errors import ConfigError
+from trimtab.extras import required
+from trimtab.train.config import OPTIONS, Mesh, TrainConfig, flag_of
+from trimtab.train.hub import on_this_disk
+
+if TYPE_CHECKING:
+    from trimtab.plan.layouts import Layout
+
+HELP = "what every rank of a run will hold, and in which layouts it fits"
+DESCRIPTION = """\
+Run one rank's step of `trimtab train` without values, in each layout of the ranks, and say what it holds at the most,
+when, and of what. No GPU, no weights and no other rank are needed: a folder with config.json is enough.
+
+  trimtab plan --model ./Qwen3-30B-A3B --ranks 16 --gb 80 --dtype bfloat16 --seq-len 4096 --batch-size 1
+  trimtab plan --model ./Qwen3-30B-A3B --ranks 8 --gb 80 --lora 16 --quantize nf4 --skew worst
+  trimtab plan --model ./Qwen3-30B-A3B --ranks 16 --gb 80 --ep 8 --skew runs/first/metrics.jsonl
+
+--ep, --fsdp, --tp, --replicate and --gradient-checkpointing leave only the layouts that have them.
+"""
+GROUPS = ("model", "adapters", "ranks")
+NAMES = ("seq_len", "batch_size", "grad_accum", "optim")
+FIELDS = {o.name for o in OPTIONS if o.metadata["group"] in GROUPS or o.name in NAMES} - {"merge"}
+"""Options of `trimtab train` that a step's memory depends on."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommand's options: its own, and those of `trimtab train` that a step's memory depends on."""
+    add = parser.add_argument
+    add("--ranks", type=int, required=True, metavar="N", help="ranks of the run, on all hosts together")
+    add("--gb", type=float, metavar="G", help="memory of a rank in GB, of 10^9 bytes")
+    skews = "how tokens fall: even (default), zipf, hot_rank … worst, which bounds all; or a run's metrics.jsonl"
+    add("--skew", default="even", metavar="NAME|FILE", help=skews)
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="what the ranks have (default cuda)")
+    add("--layouts", type=int, default=12, metavar="N", help="try so many layouts of those that divide (default 12)")
+    add(
+        "--tflops",
+        type=float,
+        default=989.0,
+        metavar="X",
+        help="of a rank at the most (default 989, an H100's in bf16)",
+    )
+    add(
+        "--link",
+        type=float,
+        default=450.0,
+        metavar="X",
+        help="GB/s that leave it at the most (default 450)",
+    )
+    add("--per-host", type=int, default=8, metavar="N", help="ranks of a host, for the command (default 8)")
+    add("--out", default="runs/plan", metavar="DIR", help="for plan.json and plan.png (default runs/plan)")
+    add_fields(parser, FIELDS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan; returns 0 if a layout fits, else 1."""
+    counts = options.ranks, options.layouts, options.per_host, options.tflops, options.link, options.gb
+    if not all(count is None or count > 0 for count in counts):
+        raise ConfigError("--ranks, --gb, --layouts, --tflops, --link and --per-host must be more than 0")
+    given = {name: getattr(options, name) for name in sorted(FIELDS) if hasattr(options, name)}
+    config = TrainConfig.of(on_this_disk(given)).resolved()
+    required("transformers", "trimtab plan", "train")
+    from trimtab.plan.layouts import Machine, meshes, plan_layout, skeleton_of
+    from trimtab.plan.picture import draw
+    from trimtab.plan.table import quiet, skew_lines, table
+
+    whole = None if options.gb is None else options.gb * 1e9
+    machine = Machine(kind=options.device, bytes=whole, flops=options.tflops * 1e12, link=options.link * 1e9)
+    skeleton, experts = skeleton_of(config)
+    every = list(meshes(config, options.ranks, experts))
+    if not every:
+        raise ConfigError(f"--ranks {options.ranks}: no layout divides them with {experts} experts and these options")
+    out, skews = Path(options.out), list(dict.fromkeys(("even", options.skew, "worst")))
+    out.mkdir(parents=True, exist_ok=True)
+    progress = Progress(min(len(every), options.layouts) + len(skews) - 1, unit="layout")
+
+    def planned(config: TrainConfig, mesh: Mesh, skew: str) -> Layout:
+        with quiet(options.debug):
+            row = plan_layout(config, mesh, machine, skew, skeleton=skeleton)
+        progress.step()
+        return row
+
+    rows = [planned(each, mesh, options.skew) for each, mesh in every[: options.layouts]]
+    rows.sort(key=lambda row: (bool(row.refused), row.left < 0, row.seconds if row.left >= 0 else -row.left))
+    best, skewed = rows[0], list[Any]()
+    if not best.refused and best.mesh.ep > 1:
+        skewed = [best if skew == options.skew else planned(best.config, best.mesh, skew) for skew in skews]
+    progress.close()
+    print(*table(rows, machine), *skew_lines(skewed), sep="\n")
+    if more := len(every) - len(rows):
+        print(
+            f"{more} further layouts divide and were not tried: --layouts {len(every)}, or fix --ep, --tp, --replicate"
+        )
+    found = {"ranks": options.ranks, "gb": options.gb, "layouts": [row.as_json() for row in rows]}
+    found["skew"] = [row.as_json() for row in skewed]
+    (out / "plan.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"json    {out / 'plan.json'}")
+    if not best.refused:
+        print(f"picture {draw(best, out / 'plan.png') or out / 'plan.png'}")
+    if best.left >= 0:
+        print(f"run     {command(best, given, options.ranks, options.per_host)}")
+    return int(best.left < 0)
+
+
+def command(row: Layout, given: dict[str, Any], ranks: int, per_host: int) -> str:
+    """The command of `trimtab train` that runs a layout."""
+    from trimtab.plan.layouts import LAYOUT
+
+    hosts, local = divmod(ranks, per_host)
+    start = ["trimtab", "train", "--nproc", str(ranks)]
+    if hosts > 1 and not local:
+        start = ["torchrun", "--nnodes", str(hosts), "--nproc-per-node", str(per_host), "-m", "trimtab", "train"]
+    for name, value in given.items():
+        if name not in LAYOUT:
+            start += [flag_of(name)] if value is True else [flag_of(name), str(value)]
+    return shlex.join([*start, *row.flags]) + " --data …"

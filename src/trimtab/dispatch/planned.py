@@ -1,0 +1,109 @@
+"""All-to-all between ranks of which one alone is there, without values: how many rows come and go is given.
+
+For planning a run on meta or fake tensors, over a group of torch's "fake" backend. Rows, buffers and their lifetimes
+are those of `AllToAll`.
+
+Legend: P ranks, C columns of the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.dispatch import facts
+from trimtab.dispatch.all_to_all import AllToAll
+from trimtab.dispatch.over_group import empty_rows
+from trimtab.dispatch.transport import Handshake
+from trimtab.dispatch.transports import TRANSPORTS
+
+NAME = "planned"
+_COUNT = facts.MOVEMENTS.index(("count", "forward"))
+
+
+class Call(NamedTuple):
+    """One rank's call of a layer, whose own number `layer` ends in where it has one; T = tokens, K = top_k."""
+
+    layer: str
+    number: int
+    tokens: int
+    top_k: int
+    experts: int
+    rank: int
+    ranks: int
+
+
+class Moved(NamedTuple):
+    """Numbers [P] that leave one rank, or that come to it: rows, kept slots, replicas of experts, slots of these."""
+
+    rows: Sequence[int]
+    slots: Sequence[int]
+    replicas: Sequence[int] = ()
+    replica_slots: Sequence[int] = ()
+
+
+Traffic = Callable[[Call], tuple[Moved, Moved]]
+"""What a rank sends in a call, and what it receives. Called outside of any dispatch mode, so that it may compute."""
+
+
+class Planned(AllToAll):
+    """A transport whose handshake is given; never guarded.
+
+    Args:
+        group: ranks of the "fake" backend.
+        traffic: how many rows, slots and replicas go where.
+        rounds: rows lie in memory of powers of two, as on the CPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, traffic: Traffic, rounds: bool = False, guard: Any = False) -> None:
+        super().__init__(group, guard=False)
+        self.traffic, self._rounds = traffic, rounds
+        self._pool: Any = SimpleNamespace(empty=torch.empty)  # a pool would lend memory that is real
+
+    def handshake(self, message_PC: Tensor) -> Handshake:
+        known: list[list[int]] = message_PC.known  # type: ignore[attr-defined]
+        sent, received = ([list(row) for row in known] for _ in range(2))
+        first = known[0]
+        if first[facts.MOVEMENT] == _COUNT:
+            for rows, moved in zip((sent, received), self._counts(first), strict=True):
+                columns = (facts.ROWS, facts.SLOTS, facts.REPLICAS, facts.REPLICA_SLOTS)
+                for column, values in zip(columns, moved, strict=True):
+                    for row, value in zip(rows, values):  # noqa: B905  # none where nothing is replicated
+                        row[column] = value
+                for row in rows:  # an expert's slots, where they are asked for: all alike
+                    places = len(row) - facts.COLUMNS
+                    row[facts.COLUMNS :] = [(row[facts.SLOTS] + place) // places for place in range(places)]
+        else:  # each peer expects what this rank sends, and sends what it expects
+            for row in received:
+                row[facts.ROWS], row[facts.SLOTS] = row[facts.SLOTS], row[facts.ROWS]
+        return Handshake(sent=sent, received=received, everyone=[])
+
+    def _counts(self, known: list[int]) -> tuple[Moved, Moved]:
+        name = b"".join(value.to_bytes(8, "little", signed=True) for value in known[facts.NAME : facts.COLUMNS])
+        call = Call(
+            layer=name.lstrip(b"\0").decode(errors="replace"), number=known[facts.CALL], tokens=known[facts.TOKENS],
+            top_k=known[facts.TOP_K], experts=known[facts.EXPERTS], rank=self.rank, ranks=self.size,
+        )  # fmt: skip
+        with ThreadPoolExecutor(1) as apart:  # a thread of its own is in none of this one's dispatch modes
+            return apart.submit(self.traffic, call).result()
+
+    def _rows(self, rows: int, like: Sequence[Tensor]) -> Tensor:
+        return super()._rows(rows, like) if self._rounds else empty_rows(rows, like)
+
+
+@contextmanager
+def planned(traffic: Traffic, *, rounds: bool = False) -> Iterator[None]:
+    """Have a row `NAME` in `TRANSPORTS`, see `Planned`, for the models that are built inside."""
+    TRANSPORTS[NAME] = partial(Planned, traffic=traffic, rounds=rounds)
+    try:
+        yield
+    finally:
+        del TRANSPORTS[NAME]

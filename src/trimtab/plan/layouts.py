@@ -1,0 +1,184 @@
+"""Layouts of a run over its ranks: each is planned without values, and fits, or is refused with what would help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from trimtab.convert.layouts import experts_modules
+from trimtab.dispatch.options import COPY_COST, ExchangeOptions
+from trimtab.dispatch.planned import NAME, planned
+from trimtab.errors import ConfigError, TrimtabError, first_line
+from trimtab.plan.device import DEVICES, Device
+from trimtab.plan.stages import Stages, extrapolated, few_layers, kinds_of, measure
+from trimtab.plan.traffic import Traffic
+from trimtab.plan.trained import trained
+from trimtab.plan.unrun import kernels_without_values
+from trimtab.plan.without_values import World
+from trimtab.train.config import Mesh, TrainConfig, flag_of
+from trimtab.train.loading import build_model
+from trimtab.train.models import check_model, inspect
+
+STATES = ("weights", "moments", "gradients")
+LAYOUT = ("ep", "fsdp", "tp", "replicate", "gradient_checkpointing")
+"""What tells layouts of one run apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a rank has. kind: of `DEVICES`. bytes: its memory, None for as much as it takes. flops, link: FLOPs, and
+    bytes that leave it, in a second at the most."""
+
+    kind: str = "cuda"
+    bytes: float | None = None
+    flops: float = 989e12
+    link: float = 450e9
+
+    @property
+    def device(self) -> Device:
+        return DEVICES[self.kind]
+
+    @property
+    def room(self) -> float:
+        """Bytes for tensors: less what lies outside of the allocator, and what is left to fragmentation."""
+        whole = float("inf") if self.bytes is None else self.bytes
+        return whole * (1 - self.device.free) - self.device.added
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One layout of a run. refused: why the run would not start; "" where it was planned, to `stages`."""
+
+    config: TrainConfig
+    mesh: Mesh
+    machine: Machine
+    skew: str
+    stages: Stages | None = None
+    refused: str = ""
+
+    @cached_property
+    def peak(self) -> tuple[str, int, dict[str, int]]:
+        """The stage that holds the most, how many bytes, and of what."""
+        assert self.stages is not None, self.refused
+        stage, most = self.stages.peak
+        return stage, most, self.stages.parts[stage]
+
+    @property
+    def left(self) -> float:
+        """Bytes that are left at the peak; below 0 for a layout that does not fit."""
+        return float("-inf") if self.stages is None else self.machine.room - self.peak[1]
+
+    @property
+    def seconds(self) -> float:
+        """No step takes less: all FLOPs at the machine's most, or all that leaves the rank over its link."""
+        if self.stages is None:
+            return float("inf")
+        away = 0.0
+        for name, count in self.stages.moved.items():
+            ranks = int(name.rpartition(" ")[2])
+            away += count * (ranks - 1) / ranks * (2 if "reduce_" in name and "scatter" not in name else 1)
+        return max(self.stages.flops / self.machine.flops, away / self.machine.link)
+
+    @property
+    def words(self) -> str:
+        """Whether it fits; where not, the category that holds too much, its stage, and the switch that would help."""
+        if self.refused:
+            return f"refused: {self.refused}"
+        if self.left >= 0:
+            return "yes" if self.machine.bytes is None else f"yes, {self.left / 1e9:.3g} left"
+        stage, _, parts = self.peak
+        category, switch = self._remedy(parts)
+        return f"no, {-self.left / 1e9:.3g} too much: {category} {parts[category] / 1e9:.3g} in the {stage}; {switch}"
+
+    def _remedy(self, parts: dict[str, int]) -> tuple[str, str]:
+        """The cheapest switch of a category that holds what is too much; else of the largest."""
+        config, mesh = self.config, self.mesh
+        smaller = f"--batch-size {config.batch_size // 2}" if config.batch_size > 1 else "a shorter --seq-len"
+        shared = mesh.fsdp * mesh.tp
+        more = next((n for n in range(mesh.ep + 1, shared + 1) if shared % n == 0), None)
+        switches = {
+            "activations": smaller if config.gradient_checkpointing else "--gradient-checkpointing",
+            "gathered": smaller if more is None else f"--ep {more}",
+            "exchange": "--replicate-experts 0.1" if config.replicate_experts == "off" and mesh.ep > 1 else smaller,
+            "other": smaller,
+            "copies": smaller,
+        }
+        fewer = "more ranks" if config.lora else "more ranks, or --lora 16"
+        fewer = "--replicate 1" if mesh.replicate > 1 else fewer
+        if config.lora and not config.quantize:
+            fewer += ", or --quantize nf4"
+        switches |= dict.fromkeys(STATES, fewer)
+        again = 0 if config.gradient_checkpointing else parts["exchange"] + parts["copies"]  # which go with them
+        held = parts | {"activations": parts["activations"] + again}
+        enough = [name for name in switches if held[name] >= -self.left]
+        category = enough[0] if enough else max(switches, key=held.__getitem__)
+        return category, switches[category]
+
+    @property
+    def flags(self) -> list[str]:
+        """The options of `trimtab train` that ask for this layout."""
+        found = [word for name in LAYOUT[:4] for word in (flag_of(name), str(getattr(self.mesh, name)))]
+        return found + [flag_of(LAYOUT[4])] * self.config.gradient_checkpointing
+
+    def as_json(self) -> dict[str, Any]:
+        told: dict[str, Any] = {name: getattr(self.mesh, name) for name in LAYOUT[:4]}
+        told |= {LAYOUT[4]: self.config.gradient_checkpointing, "skew": self.skew, "fits": self.left >= 0}
+        if self.stages is None:
+            return told | {"refused": self.refused}
+        stage, most, _ = self.peak
+        told |= {"peak": most, "at": stage, "stages": self.stages.parts, "outside": dict(self.machine.device.outside)}
+        told |= {"at least seconds": self.seconds, "flops": self.stages.flops, "moved": dict(self.stages.moved)}
+        return told | ({} if self.left >= 0 else {"refused": self.words})
+
+
+def skeleton_of(config: TrainConfig) -> tuple[Any, int]:
+    """The model on the meta device, and its number of experts: of several the one that divides all."""
+    skeleton = inspect(config.model, config.attn)
+    return skeleton, math.gcd(*(int(each.num_experts) for each in experts_modules(skeleton).values()))  # type: ignore[arg-type]
+
+
+def meshes(config: TrainConfig, ranks: int, num_experts: int) -> Iterator[tuple[TrainConfig, Mesh]]:
+    """All layouts that divide, with what `config` fixes: experts over many ranks first, then tp, then replicas."""
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    of = {name: sizes if getattr(config, name) is None else [getattr(config, name)] for name in LAYOUT[:4]}
+    again = (True,) if config.gradient_checkpointing else (False, True)
+    for replicas, tp, ep, recompute in product(of["replicate"], of["tp"], reversed(of["ep"]), again):
+        asked = replace(config, replicate=replicas, tp=tp, ep=ep, gradient_checkpointing=recompute)
+        try:
+            yield asked, Mesh.of(asked, world=ranks, num_experts=num_experts)
+        except ConfigError:
+            continue
+
+
+def plan_layout(
+    config: TrainConfig, mesh: Mesh, machine: Machine, skew: str = "even", *, skeleton: Any, whole: bool = False
+) -> Layout:
+    """Plan one layout of the run of `config`, which is resolved. skeleton: of `skeleton_of`. whole: with all its layers
+    at once, not from few of them.
+
+    Raises:
+        ConfigError: there is a process group; `skew` is none.
+    """
+    options = ExchangeOptions(replicate_experts=config.tolerance, copy_cost=config.copy_cost or COPY_COST)
+    traffic = Traffic(skew=skew, replication=options.replication)
+
+    def run(chosen: Sequence[int]) -> Stages:
+        with World(mesh.world) as world, planned(traffic, rounds=machine.kind == "cpu"):
+            model = build_model(few_layers(skeleton.config, chosen), config, mesh, transport=NAME)
+            world.fill(model)
+            kernels = kernels_without_values(config.kernels, machine.kind)
+            return measure(model, trained(model, config, mesh), world, device=machine.device, kernels=kernels)
+
+    found: dict[str, Any] = {"config": config, "mesh": mesh, "machine": machine, "skew": skew}
+    kinds = kinds_of(skeleton)
+    try:
+        check_model(config, skeleton, mesh, ())
+        return Layout(**found, stages=run(range(len(kinds))) if whole else extrapolated(kinds, run))
+    except TrimtabError as error:
+        return Layout(**found, refused=error.message)
+    except (ValueError, RuntimeError, NotImplementedError) as error:  # of what transformers does not shard so
+        return Layout(**found, refused=first_line(error, typed=True))

@@ -1,0 +1,82 @@
+"""What a loop of one's own holds on one rank of many, without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from trimtab.dispatch.options import COPY_COST, ExchangeOptions, Replication
+from trimtab.dispatch.planned import planned
+from trimtab.kernels.torch_mm import GroupedMMBackend
+from trimtab.plan.device import DEVICES
+from trimtab.plan.ledger import Ledger, Storage
+from trimtab.plan.traffic import Traffic
+from trimtab.plan.without_values import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """peak: the most bytes of tensors that were alive. parts: of these, by what they were for. biggest: their largest
+    storages, each with its size, operator and category. curve: bytes alive, after each birth and death.
+    """
+
+    peak: int
+    parts: dict[str, int]
+    biggest: list[tuple[int, str, str]]
+    curve: list[int]
+
+
+def plan_memory(
+    build: Callable[[], nn.Module], loop: Callable[[Any], object], *, ranks: int = 1, rank: int = 0, skew: str = "even",
+    replicate_experts: Replication = "off", copy_cost: int = COPY_COST, device: str = "cuda",
+) -> MemoryPlan:  # fmt: skip
+    """What `loop(model)` holds on one of `ranks` ranks, of which no other is there, without values.
+
+    Args:
+        build: the model, its parameters on the meta device, spread over meshes as in the run, on device type "cpu". Its
+            layers exchange over `ExpertParallel(transport="planned")`, or another integration's `transport="planned"`.
+        loop: two steps or more of the training loop, with its optimizer, since the first one has no moments yet. The
+            tensors that it makes have no values, and it reads none.
+        skew: how tokens fall, one of `trimtab.plan.traffic.SKEWS`, or the path of a run's metrics.jsonl.
+        replicate_experts, copy_cost: as the layers have them.
+        device: "cuda", or "cpu" with Gloo: how sizes are rounded, and what the network holds.
+
+    Raises:
+        ConfigError: there is a process group already; the skew is none.
+    """
+    options = ExchangeOptions(replicate_experts=replicate_experts, copy_cost=copy_cost)
+    kind, traffic = DEVICES[device], Traffic(skew=skew, replication=options.replication)
+    ledger = Ledger(rounding=kind.rounding, kernels=GroupedMMBackend(), holds=kind.holds)
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        ledger.know((p.grad for group in optimizer.param_groups for p in group["params"]), "gradients")
+
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        states = (value for state in optimizer.state.values() for value in state.values())
+        ledger.know((value for value in states if isinstance(value, Tensor)), "moments")
+
+    with World(ranks, rank) as world, planned(traffic, rounds=device == "cpu"):
+        model = build()
+        world.fill(model)
+        hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+        hooks.append(model.register_forward_pre_hook(lambda *_: setattr(ledger, "phase", "forward")))
+        hooks.append(model.register_forward_hook(lambda *_: setattr(ledger, "phase", "behind it")))
+        try:
+            with world.running(), ledger:
+                ledger.know([*model.parameters(), *model.buffers()], "weights")
+                loop(model)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    peak, at = ledger.peak()
+
+    def told(storage: Storage) -> tuple[int, str, str]:
+        return storage.size, storage.operator, ledger.category(storage)
+
+    biggest = [told(storage) for storage in ledger.biggest(at)]
+    return MemoryPlan(peak=peak, parts=ledger.categories(at), biggest=biggest, curve=ledger.curve())

@@ -1,0 +1,101 @@
+"""Real ranks over Gloo whose memory is counted, with the rows that they exchange; and the same step planned.
+
+Legend: T tokens of a rank.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.dispatch import facts
+from trimtab.dispatch.all_to_all import AllToAll
+from trimtab.dispatch.planned import NAME, Call, Moved, planned
+from trimtab.dispatch.transport import Handshake
+from trimtab.plan.device import DEVICES
+from trimtab.plan.stages import Step, measure
+from trimtab.plan.without_values import World
+from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.loading import build_model, finished, load_model
+from trimtab.train.objective import Objective
+
+COLUMNS = facts.ROWS, facts.SLOTS, facts.REPLICAS, facts.REPLICA_SLOTS
+Recorded = dict[tuple[str, int], tuple[Moved, Moved]]
+"""What a rank sent and received, by the layer's name and the number of its call."""
+
+
+def name_of(message: list[int]) -> str:
+    name = b"".join(value.to_bytes(8, "little", signed=True) for value in message[facts.NAME : facts.COLUMNS])
+    return name.lstrip(b"\0").decode()
+
+
+def step_of(model: Any, config: TrainConfig, rank: int) -> Step:
+    """Forward and backward of the run's objective, clipping, fused AdamW; ids that differ by rank."""
+    objective, shape = Objective(model, config.grad_accum), (config.batch_size, config.seq_len or 0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def loss() -> Tensor:
+        g = torch.Generator().manual_seed(rank)
+        ids = torch.randint(model.config.vocab_size, shape, generator=g)
+        mixed = config.dtype == "bfloat16" and not config.lora
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed and not dist.is_initialized()):
+            return (
+                objective.forward(model, {"input_ids": ids, "labels": ids.clone(), "real": ids >= 0})[1] / ids.numel()
+            )
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.AdamW(trained, foreach=False, fused=config.tp is None)
+
+    return Step(loss=loss, optimizer=optimizer, clip=lambda: None, grad_accum=config.grad_accum)
+
+
+def kept_whole(model: Any) -> int:
+    """Bytes of weights that were loaded as slices, and whose whole storages are alive: of a GPU's none are."""
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}
+    return sum(storages.values()) - sum(t.nbytes for t in local)
+
+
+def run_on_rank(folder: Path, config: TrainConfig, mesh: Mesh) -> tuple[int, Recorded]:
+    """The most bytes of tensors that two real steps of this rank hold, and what it exchanged."""
+    found: Recorded = {}
+    own = AllToAll.handshake
+
+    def recording(self: AllToAll, message: Tensor) -> Handshake:
+        met = own(self, message)
+        first = met.sent[0]
+        if first[facts.MOVEMENT] == 0:
+            both = ([[row[column] for row in rows] for column in COLUMNS] for rows in (met.sent, met.received))
+            sent, received = (Moved(*columns) for columns in both)
+            found[name_of(first), first[facts.CALL]] = sent, received
+        return met
+
+    AllToAll.handshake = recording  # type: ignore[method-assign]
+    torch.set_num_threads(1)
+    model = finished(load_model(folder, config, mesh), config)
+    step, slack = step_of(model, config, dist.get_rank()), kept_whole(model)
+    stages = measure(model, step, SimpleNamespace(running=nullcontext), device=DEVICES["cpu"])  # type: ignore[arg-type]
+    assert stages.ledger is not None
+    return stages.ledger.peak()[0] - slack, found
+
+
+def plan_on_rank(source: Any, config: TrainConfig, mesh: Mesh, rank: int, traffic: Any) -> int:
+    """The same of rank `rank` of ranks that are not there."""
+    if isinstance(traffic, dict):
+        recorded: Recorded = traffic
+
+        def traffic(call: Call) -> tuple[Moved, Moved]:
+            return recorded[call.layer, call.number]
+
+    with World(mesh.world, rank) as world, planned(traffic, rounds=True):
+        model = build_model(source, config, mesh, transport=NAME)
+        world.fill(model)
+        stages = measure(model, step_of(model, config, rank), world, device=DEVICES["cpu"])
+    assert stages.ledger is not None
+    return stages.ledger.peak()[0]

@@ -1,0 +1,55 @@
+"""Cases of plans, drawn from a seed: a family, its sizes, and the options of a run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import transformers
+
+from trimtab.train.config import TrainConfig
+from trimtab.train.presets import PRESETS, preset_config
+
+FAMILIES = tuple(PRESETS)
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """A case of 100 to 400 MB in float32 on one rank."""
+    rng = random.Random(seed)
+    family = FAMILIES[seed % len(FAMILIES)]
+    hidden, heads = rng.choice([256, 384, 512]), rng.choice([4, 8])
+    inner = rng.choice([128, 192, 256])
+    experts, top_k = rng.choice([4, 8, 16]), rng.choice([1, 2, 4])
+    kind = {
+        "qwen3_moe": {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": inner,
+                      "head_dim": hidden // heads},
+        "olmoe": {"num_experts": experts, "num_experts_per_tok": top_k, "intermediate_size": inner},
+        "mixtral": {"num_local_experts": experts, "num_experts_per_tok": top_k, "intermediate_size": inner,
+                    "head_dim": hidden // heads},
+        "gpt_oss": {"num_local_experts": experts, "num_experts_per_tok": top_k, "intermediate_size": inner,
+                    "head_dim": hidden // heads},
+        "deepseek_v3": {"n_routed_experts": 4 * max(experts // 4, 2), "num_experts_per_tok": min(top_k, 2),
+                        "moe_intermediate_size": inner, "intermediate_size": 2 * hidden,
+                        "first_k_dense_replace": rng.choice([1, 2])},
+    }[family]  # fmt: skip
+    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": heads,
+             "num_hidden_layers": rng.choice([3, 4, 5]), "vocab_size": rng.choice([1024, 8192, 32000])}  # fmt: skip
+    if family == "gpt_oss":
+        sizes["layer_types"] = [
+            ("sliding_attention", "full_attention")[i % 2] for i in range(sizes["num_hidden_layers"])
+        ]
+    run = {
+        "batch_size": rng.choice([1, 2, 4]), "seq_len": rng.choice([256, 512, 1024]),
+        "grad_accum": rng.choice([1, 1, 2]), "gradient_checkpointing": rng.random() < 0.4,
+        "optim": rng.choice(["adamw_torch", "adamw_torch_fused", "sgd"]),
+    }  # fmt: skip
+    return {"family": family, "sizes": sizes | kind, "run": run}
+
+
+def configured(case: dict[str, Any], *, tiny: bool = False) -> tuple[Any, TrainConfig]:
+    """The configuration of transformers, and that of the run. tiny: of the preset itself, to warm up."""
+    kind, fields = PRESETS[case["family"]]
+    source = preset_config(case["family"]) if tiny else getattr(transformers, kind)(**{**fields, **case["sizes"]})
+    options = {"dtype": "float32", "kernels": "grouped_mm"} | case["run"]
+    options |= {"batch_size": 1, "seq_len": 32} if tiny else {}
+    return source, TrainConfig(model=case["family"], data=("none",), out="none", **options).resolved()
