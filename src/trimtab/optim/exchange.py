@@ -1,7 +1,7 @@
 """Whole matrices from what ranks hold of them: dealt out over the ranks that share them, worked on, and brought home.
 
-    cut in the last dims    Shard(1), Shard(2) of a stack, either dim of a plain matrix; _StridedShard; uneven shares
-    whole on its rank       Shard(0) and _StridedShard(0) of a stack, Replicate, plain tensors: nothing is sent
+    cut in the last dims    Shard(1), Shard(2) of a stack, either dim of a plain matrix; strided; uneven shares
+    whole on its rank       Shard(0) of a stack, strided too, Replicate, plain tensors: nothing is sent
 
 One all-to-all for each mesh dim that cuts: of N matrices every rank of that dim sends its share of each, and gets about
 N / ranks of them whole; one more brings the shares home. Replicas do the same work on the same bits.
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.optim.layout import Layout
@@ -82,10 +82,9 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
 
 
 def _pieces(placement: Placement) -> int:
-    """0 for what is not known."""
-    if isinstance(placement, _StridedShard):
-        return int(placement.split_factor)
-    return 1 if isinstance(placement, Shard) else 0
+    """0 for what is not known. A strided shard is of a class that torch keeps private."""
+    factor = getattr(placement, "split_factor", None)
+    return int(factor) if factor is not None else int(isinstance(placement, Shard))
 
 
 def largest_part(param: Tensor, cuts: Sequence[Cut]) -> int:
