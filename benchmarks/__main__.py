@@ -18,6 +18,7 @@ from benchmarks import (
     imbalance,
     loading,
     megatron,
+    optimizer,
     overhead,
     quantized,
     replay,
@@ -56,6 +57,7 @@ Run it from the root of the repository.
   python -m benchmarks quantized                 experts of codes beside bf16; writes results/quantized.md
   python -m benchmarks quantized --loading       memory held while a checkpoint of 2 GB is loaded to NF4
   python -m benchmarks adapters                  frozen experts with peft's adapters; writes results/adapters.md
+  python -m benchmarks optimizer                 AdamW of stacks, Newton-Schulz; writes results/optimizer.md
   python -m benchmarks replay                    decisions recorded and told; writes results/replay.md
   python -m benchmarks imbalance                 replicated experts, however unevenly tokens fall, over 2 ranks
   python -m benchmarks replica_plan              planning the replicas of replicated experts, in ms
@@ -107,6 +109,10 @@ def build_parser() -> argparse.ArgumentParser:
     codes = _part(parts, "quantized", "experts of codes", _quantized, RESULTS / "quantized.md", malloc="default")
     codes("--loading", action="store_true", help="instead: memory held while 2 GB are loaded to NF4")
     lora = _part(parts, "adapters", "experts with adapters", _adapters, RESULTS / "adapters.md", malloc="default")
+    stacks = _part(parts, "optimizer", "a stack's step", _optimizer, RESULTS / "optimizer.md", malloc="default")
+    stacks("--adamw", type=parse_sizes, default=[64, 768, 1024], metavar="E,M,N")
+    stacks("--newton-schulz", nargs="+", type=parse_sizes, default=[[16, 384, 1024], [4, 768, 2048]], metavar="E,M,N")
+    stacks("--threads", type=_positive, default=1, metavar="N")
     told = _part(parts, "replay", "decisions recorded and told", _replay, RESULTS / "replay.md", malloc="default")
     for add, tokens, shapes in ((codes, [2048, 256], "ABC"), (lora, [2048], "ABC"), (told, [2048], "B")):
         add("--shape", nargs="+", default=list(shapes), metavar="D,F,E,K")
@@ -234,6 +240,18 @@ def _quantized(o: argparse.Namespace) -> list[Task]:
     ]
 
 
+def parse_sizes(text: str) -> list[int]:
+    """E,M,N: sizes of a stack of experts."""
+    return [_positive(word) for word in text.split(",")]
+
+
+def _optimizer(o: argparse.Namespace) -> list[Task]:
+    return [
+        *(optimizer.adamw_task(o.adamw, dtype=dtype, threads=o.threads) for dtype in optimizer.DTYPES),
+        *(optimizer.iteration_task(shape, threads=o.threads) for shape in o.newton_schulz),
+    ]
+
+
 def _adapters(o: argparse.Namespace) -> list[Task]:
     return [
         adapters.adapters_task(parse_shape(shape), tokens=tokens, dtype=o.dtype, threads=o.threads)
@@ -278,6 +296,7 @@ ABOUT = {
         ("megatron", megatron),
         ("quantized", quantized),
         ("adapters", adapters),
+        ("optimizer", optimizer),
         ("replay", replay),
         ("imbalance", imbalance),
         ("replica_plan", replica_plan),

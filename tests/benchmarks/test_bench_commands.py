@@ -109,6 +109,13 @@ def test_adapters(tmp_path: Path) -> None:
     assert "trimtab under peft" in page.read_text()
 
 
+def test_optimizer(tmp_path: Path) -> None:
+    page = tmp_path / "optimizer.md"
+    sizes = ["--adamw", "2,32,64", "--newton-schulz", "2,32,64"]
+    assert main(["optimizer", *sizes, *QUICK, "--out", str(page)]) == 0
+    assert all(name in page.read_text() for name in ("AdamW, fused", "rule adamw", "trimtab, plain", "trimtab, gram"))
+
+
 @pytest.mark.megatron_full
 def test_megatron(tmp_path: Path) -> None:
     if find_spec("megatron") is None:

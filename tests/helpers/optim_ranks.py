@@ -7,11 +7,15 @@ Legend: E experts, F hidden dim, D model dim.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -19,6 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from helpers.comparing import full_value
+from trimtab.checkpoint import load, save
 from trimtab.moe import MoEConfig
 from trimtab.optim import Layout, Muon
 from trimtab.parallel.ddp import ddp
@@ -197,3 +202,34 @@ def under_layouts(names: tuple[str, ...], dtype: torch.dtype, options: dict[str,
             run.step(number)
         found[name] = (differing(run.whole(), true), run.collectives)
     return found
+
+
+def resumed(pairs: tuple[tuple[str, str], ...], folder: Path, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
+    """What differs from one process after three steps, the last under another layout than the two before: through
+    `trimtab.checkpoint`, and through torch's helpers."""
+    true, world = stepped(dtype, **options), dist.get_world_size()
+    wrong = []
+    for before, after in pairs:
+        first = Run(LAYOUTS[world][before], dtype, **options)
+        first.step(1)
+        first.step(2)
+        saved = save(folder / f"{before} {after}", first.model, first.optimizer, step=2)
+        state = {"optim": get_optimizer_state_dict(first.model, first.optimizer)}
+        dcp_save(state, checkpoint_id=folder / f"dcp {before} {after}")
+        for helpers in (False, True):
+            run = Run(LAYOUTS[world][after], dtype, **options)
+            run.poison()
+            load(saved, run.model, None if helpers else run.optimizer)
+            if helpers:
+                state = {"optim": get_optimizer_state_dict(run.model, run.optimizer)}
+                dcp_load(state, checkpoint_id=folder / f"dcp {before} {after}")
+                set_optimizer_state_dict(run.model, run.optimizer, state["optim"])
+            run.step(3)
+            wrong += [f"{before} -> {after}, {helpers=}: {name}" for name in differing(run.whole(), true)]
+    return wrong
+
+
+def check_dealt(name: str) -> None:
+    """A layout has the bits of one process."""
+    wrong, _ = under_layouts((name,), torch.float32, {})[name]
+    assert not wrong, wrong

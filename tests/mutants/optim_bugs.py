@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helpers.optim_ranks import check_dealt
 from helpers.storages import check_resumed, check_storage
 from mutants.patching import Edit, RanksTest, bug
 
@@ -40,4 +41,13 @@ MUTANTS = (
     bug("state_in_the_weights_dtype", "state is cast to the weights' dtype on resume, as torch's optimizers do",
         Edit("optim.muon:Muon.load_state_dict", "self.state[param] |=", "_ ="),
         test=RanksTest(run=check_resumed, ranks=1)),
+    bug("shares_apart_as_one", "what a rank holds in pieces that lie apart is put together as if it were one",
+        Edit("optim.exchange:_deal", "], cut.dim + 1)", "], cut.dim)"),
+        test=RanksTest(run=check_dealt, ranks=4, args=("tp 2 x fsdp 2",))),
+    bug("shares_in_the_wrong_order", "shares of a matrix are put together in another order than the mesh has them",
+        Edit("optim.exchange:_deal", "for share in shares]", "for share in shares[::-1]]"),
+        test=RanksTest(run=check_dealt, ranks=2, args=("fsdp, dim 0",))),
+    bug("dealt_to_others", "matrices go to other ranks than their shares come home from",
+        Edit("optim.exchange:_bring_home", "_counts(count, cut)", "_counts(count, cut)[::-1]"),
+        test=RanksTest(run=check_dealt, ranks=2, args=("fsdp, dim 0",))),
 )

@@ -2,22 +2,71 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from helpers.optim_ranks import LAYOUTS, under_layouts
+from helpers.optim_ranks import LAYOUTS, resumed, under_layouts
 from helpers.ranks import run_ranks
+from trimtab.errors import ConfigError, InputError
+from trimtab.optim.exchange import cuts_of, local_gradient
 
 DTYPES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"low_bits": True}),
 ]  # fmt: skip
+SILENT = {"ep 2", "ddp"}
+"""Layouts in which every matrix is whole on a rank."""
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("dtype", "options"), DTYPES, ids=["fp32", "bf16", "low bits"])
-def test_every_layout_of_two_ranks_has_the_bits_of_one_process(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    for found in run_ranks(under_layouts, 2, tuple(LAYOUTS[2]), dtype, options, deadline=120.0):
+def test_every_layout_has_the_bits_of_one_process(ranks: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    for found in run_ranks(under_layouts, ranks, tuple(LAYOUTS[ranks]), dtype, options, deadline=240.0):
         assert [(name, wrong) for name, (wrong, _) in found.items() if wrong] == []
-        assert found["ep 2"][1] == found["ddp"][1] == 0
-        assert {number for _, number in found.values()} > {0}
+        assert {name for name, (_, sent) in found.items() if not sent} == SILENT & set(found)
+        # Nine kinds of matrices; two exchanges for each mesh dim that cuts.
+        assert max(sent for _, sent in found.values()) <= 2 * 9 * 2
+
+
+PAIRS = {
+    2: (("fsdp, dim 1", "ep 2"), ("ep 2", "fsdp, dim 0"), ("etp 2", "ddp"), ("tp 2", "fsdp, dim 2")),
+    4: (("fsdp 4, dim 0", "ep 2 x etp 2"), ("ep 2, hsdp", "tp 2 x fsdp 2")),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("dtype", "options"), [DTYPES[0], DTYPES[2]], ids=["fp32", "low bits"])
+def test_a_run_goes_on_under_another_layout(
+    ranks: int, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path
+) -> None:
+    for wrong in run_ranks(resumed, ranks, PAIRS[ranks], tmp_path, dtype, options, deadline=240.0):
+        assert wrong == []
+
+
+def refused() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    said = []
+    for placement, shape in ((Partial(), (4, 8)), (_StridedShard(0, split_factor=2), (6, 8))):
+        param = DTensor.from_local(torch.zeros(shape), mesh, [placement], run_check=False, shape=(6, 8), stride=(8, 1))
+        with pytest.raises(ConfigError) as error:
+            cuts_of("some.weight", param)
+        said.append(str(error.value))
+    param = nn.Parameter(DTensor.from_local(torch.zeros(3, 8), mesh, [Shard(0)]))
+    param.grad = DTensor.from_local(torch.zeros(6, 8), mesh, [Replicate()])
+    with pytest.raises(InputError) as raised:
+        local_gradient("some.weight", param)
+    return [*said, str(raised.value)]
+
+
+def test_what_is_not_known_is_refused_by_name() -> None:
+    partial, strided, gradient = run_ranks(refused, 2)[0]
+    assert partial.startswith("some.weight is P")
+    assert partial.endswith("Muon takes Shard and Replicate")
+    assert strided.endswith("its shares are not equal")
+    assert gradient.startswith("the gradient of some.weight is (Replicate(),), the parameter (Shard(dim=0),)")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from copy import deepcopy
 
+import torch
+from torch import nn
+
+from trimtab.optim import Muon
 from trimtab.optim.low_bits import widen, write_back
 
 
@@ -46,3 +50,25 @@ def test_weights_that_bfloat16_cannot_move_learn() -> None:
         write_back(widen(param, low).mul_(1 - 1e-4), param, low)
     assert torch.equal(widen(param, low), master)
     assert float(param[0, 0]) < 0.46
+
+
+def test_a_hundred_steps_are_those_of_a_float32_master_through_a_resume() -> None:
+    model = nn.ModuleDict(
+        {"proj": nn.Linear(32, 48), "norm": nn.LayerNorm(48), "embed": nn.Embedding(9, 16)}
+    ).bfloat16()
+    master = deepcopy(model).float()
+    narrow, wide = Muon(model, lr=1e-4, low_bits=True), Muon(master, lr=1e-4)
+    for step in range(100):
+        if step == 50:
+            kept = deepcopy(narrow.state_dict())
+            narrow = Muon(model, lr=1e-4, low_bits=True)
+            narrow.load_state_dict(kept)
+        for param, true in zip(model.parameters(), master.parameters(), strict=True):
+            param.grad = torch.randn(param.shape).bfloat16()
+            true.grad = param.grad.float()
+        narrow.step()
+        wide.step()
+    assert {group["rule"] for group in wide.param_groups} == {"muon", "adamw"}
+    for param, true in zip(model.parameters(), master.parameters(), strict=True):
+        assert torch.equal(widen(param, narrow.state[param]["low_bits"]), true)
+        assert narrow.state[param]["low_bits"].any()

@@ -75,6 +75,18 @@ def test_two_and_two_steps_are_four(config: TrainConfig, whole: Path) -> None:
     assert sum(key.startswith("optim.") for key in held) == 3 * sum(key.startswith("model.") for key in held)
 
 
+def test_muon_goes_on_with_its_momentum(config: TrainConfig, tmp_path: Path) -> None:
+    made = replace(config, optim="muon", out=str(tmp_path / "whole"))
+    run_forked(made, 2)
+    run_forked(replace(made, out=str(tmp_path / "parts"), save_every=None, stop_after=2), 2)
+    run_forked(resumed({"resume": str(tmp_path / "parts"), "save_every": 2}), 2)
+    assert_same_bits(tmp_path / "parts", tmp_path / "whole", 4)
+    held = read_tensors(tmp_path / "parts" / "checkpoints" / "step-00000004")
+    experts = [key for key in held if key.endswith(".momentum_buffer") and ".experts." in key]
+    assert experts
+    assert any(key.endswith(".exp_avg_sq") for key in held)
+
+
 def test_ranks_may_share_the_experts_otherwise(config: TrainConfig, whole: Path) -> None:
     given = {"resume": str(whole / "checkpoints" / "step-00000002"), "out": str(whole.with_name("other")), "ep": 1}
     run_forked(resumed(given | {"save_every": 2, "keep": 1}), 2)

@@ -90,7 +90,7 @@ def _pieces(placement: Placement) -> int:
 
 def largest_part(param: Tensor, cuts: Sequence[Cut]) -> int:
     """Elements of the largest of a parameter's parts along `cuts`: the same on all of their ranks."""
-    shape = [*map(int, local_part(param).shape)]
+    shape = list(local_part(param).shape)
     for cut in reversed(cuts):
         shape[cut.dim] = cut.sizes[0]
     return math.prod(shape)

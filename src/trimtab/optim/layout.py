@@ -49,7 +49,7 @@ class Layout:
         """
         t = t.view(-1, t.shape[-2] // self.stacks, t.shape[-1])
         t = t.mT if self.axis == -1 else t
-        parts = torch.split(t.view(t.shape[0], self.repeats, -1, t.shape[-1]), list(self.sizes), dim=-2)
+        parts = torch.split(torch.unflatten(t, -2, (self.repeats, sum(self.sizes))), list(self.sizes), dim=-2)
         return [part.flatten(0, 1).unsqueeze(1) for part in parts] if self.heads else list(parts)
 
     def matrices(self, shape: Sequence[int]) -> list[tuple[int, int, int]]:

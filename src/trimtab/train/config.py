@@ -18,6 +18,8 @@ from trimtab.train.presets import PRESETS
 MOST_SEED = 2**32 - 1  # of numpy
 ENCODED = ("nf4", "int8")
 """Formats that experts are quantized to while they are loaded."""
+MUON = "muon"
+"""The `optim` that is ours."""
 WITH_LORA = ("lora_alpha", "lora_targets", "quantize", "merge")
 
 
@@ -99,7 +101,7 @@ class TrainConfig:
         choices=("cosine", "linear", "polynomial", "inverse_sqrt", "constant_with_warmup"),
     )  # fmt: skip
     optim: str | None = option(
-        "steps", "an optimizer of transformers' Trainer (default AdamW)", shown="NAME", fixed=True
+        "steps", "muon, or an optimizer of transformers' Trainer (default AdamW)", shown="NAME", fixed=True
     )
     weight_decay: float = option("steps", "of matrices (default 0.1)", default=0.1, shown="X", least=0, fixed=True)
     seed: int = option(

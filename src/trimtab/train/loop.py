@@ -26,10 +26,11 @@ from trimtab.errors import TrimtabError
 from trimtab.integrations.transformers.lora import average_replicated
 from trimtab.integrations.transformers.model_loads import ModelLoads
 from trimtab.integrations.transformers.routers.observe import Observed
+from trimtab.optim import for_trainer
 from trimtab.routing.loads import load_scalars
 from trimtab.routing.observers import BalanceLosses, Loads
 from trimtab.train.assistant_spans import IGNORED
-from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.config import MUON, Mesh, TrainConfig
 from trimtab.train.out_folder import sizes
 from trimtab.train.packing import Blocks, RankBlocks
 from trimtab.train.plan import Plan
@@ -72,7 +73,7 @@ def arguments(config: TrainConfig, mesh: Mesh) -> TrainingArguments:
         logging_nan_inf_filter=False,
         report_to=list(config.report_to) or "none",
         remove_unused_columns=False,
-        **({} if config.optim is None else {"optim": config.optim}),
+        **({} if config.optim in (None, MUON) else {"optim": config.optim}),
     )
     made._n_gpu = min(made.n_gpu, 1)  # of several GPUs the Trainer would make an nn.DataParallel
     return made
@@ -94,7 +95,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             seed=config.seed,
             skip=checkpoints.start * config.grad_accum * config.batch_size,
         )
-        super().__init__(model=model, args=arguments(config, mesh), train_dataset=blocks)
+        made = {"lr": config.lr, "weight_decay": config.weight_decay}
+        muon = (for_trainer, made) if config.optim == MUON else None
+        super().__init__(model=model, args=arguments(config, mesh), train_dataset=blocks, optimizer_cls_and_kwargs=muon)
         # compute_loss divides by the targets of the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
         self.mesh, self.metrics = mesh, plan.out / METRICS

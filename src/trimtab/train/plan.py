@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.checkpoint import folder as on_disk
 from trimtab.errors import ConfigError
 from trimtab.extras import install, required
-from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.config import MUON, Mesh, TrainConfig
 from trimtab.train.presets import PRESETS
 from trimtab.train.report import CHECKPOINTS, FINAL, RUN, unnamed_model
 from trimtab.train.resume import check_resume
@@ -233,9 +233,9 @@ def _check_names(config: TrainConfig) -> None:
     from transformers.integrations import get_available_reporting_integrations
     from transformers.training_args import OptimizerNames
 
-    known = [name.value for name in OptimizerNames]
+    known = [MUON, *(name.value for name in OptimizerNames)]
     if config.optim is not None and config.optim not in known:
-        raise ConfigError(f"--optim {config.optim}: the Trainer has no such optimizer, but {', '.join(known)}")
+        raise ConfigError(f"--optim {config.optim}: there is no such optimizer, but {', '.join(known)}")
     for name in config.report_to:
         if name not in (found := get_available_reporting_integrations()):
             there = f"there is {', '.join(found) or 'none'}"
