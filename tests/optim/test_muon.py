@@ -233,6 +233,23 @@ def test_every_way_to_keep_state_resumes_to_the_same_bits(tmp_path: Path) -> Non
     go_on(model, optimizer)
 
 
+def test_hooks_on_loading_are_heard() -> None:
+    model = Model()
+    saved = Muon(model)
+    trained(model, saved)
+    kept = copy.deepcopy(saved.state_dict())
+    numbers = sorted(kept["state"])
+    turned = {number: kept["state"][-1 - number + len(numbers)] for number in numbers}
+    optimizer = Muon(model)
+    optimizer.register_load_state_dict_pre_hook(lambda _, loaded: loaded | {"state": kept["state"]})
+    optimizer.load_state_dict(kept | {"state": turned})
+    for param, state in saved.state.items():
+        assert {name: t.tolist() for name, t in optimizer.state[param].items()} == {
+            name: t.tolist() for name, t in state.items()
+        }
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
+
+
 def test_schedules_scalers_and_closures_go_on_as_with_torchs() -> None:
     model = build_model("qwen3_moe")
     optimizer, batch = for_trainer()(model, lr=torch.tensor(5e-3)), sample_batch(model, 2, 16)

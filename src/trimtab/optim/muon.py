@@ -185,10 +185,10 @@ class Muon(torch.optim.Optimizer):
         """A parameter's state; at first zeros under these names, in float32 where there are low bits beside it."""
         state: dict[str, Any] = self.state[param]
         if not state:
-            narrow = self.low_bits and param.dtype == torch.bfloat16
-            state |= {name: torch.zeros_like(param, dtype=torch.float32 if narrow else None) for name in names}
-            if narrow:
-                state["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
+            state |= {name: torch.zeros_like(param) for name in names}
+        if self.low_bits and param.dtype == torch.bfloat16 and "low_bits" not in state:  # or resumed without
+            state |= {name: state[name].float() for name in names}
+            state["low_bits"] = torch.zeros_like(param)
         return state
 
     def _orthogonalize(self, updates: Sequence[Tensor], layout: Layout) -> None:
@@ -234,11 +234,16 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but tensors keep the dtype that they were saved in."""
-        super().load_state_dict(state_dict)
+        kept: dict[str, Any] = {}  # what the user's hooks make of it
+        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: kept.update(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
         params = [param for group in self.param_groups for param in group["params"]]
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        numbers = [number for group in kept["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, params, strict=True):
-            tensors = {k: v for k, v in state_dict["state"].get(number, {}).items() if isinstance(v, Tensor)}
+            tensors = {k: v for k, v in kept["state"].get(number, {}).items() if isinstance(v, Tensor)}
             self.state[param] |= {name: value.to(param.device) for name, value in tensors.items()}
 
     def __getstate__(self) -> dict[str, Any]:
