@@ -122,6 +122,7 @@ def test_frozen_parameters_are_left_out_and_join_later() -> None:
         ({"model": [nn.Parameter(torch.zeros(2, 2))]}, r"Pass model, not model\.parameters"),
         ({"adjust_lr_fn": "other"}, "adjust_lr_fn='other'"), ({"router": "sgd"}, "router='sgd'"),
         ({"momentum": 1.0}, "momentum=1.0"), ({"lr": -1.0}, "lr=-1.0"), ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"adamw_lr": -1.0}, "adamw_lr=-1.0"),
         ({"layouts": {"nothing": None}}, r"layouts= has \['nothing'\]"),
         ({"layouts": {"mix.weight": Layout((3,))}}, r"mix\.weight \(8, 8\) is not made of matrices as Layout"),
         ({"layouts": {"mix.bias": Layout((8,))}}, r"mix\.bias \(8,\) is not made"),

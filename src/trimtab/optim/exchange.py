@@ -41,19 +41,20 @@ class Cut(NamedTuple):
 
 
 def local_gradient(name: str, param: Tensor) -> Tensor:
-    """This rank's part of a parameter's gradient, as the parameter is placed: what is to be summed is summed here.
+    """This rank's part of a parameter's gradient, placed as the parameter is: a Partial one is summed.
 
     Raises:
-        InputError: it is another part than the parameter's.
+        InputError: it is on another mesh, or another part than the parameter's.
     """
     grad = param.grad
     assert grad is not None
-    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.device_mesh == param.device_mesh:
-        grad = grad.redistribute(placements=param.placements)  # such as Partial, of norms under sequence parallel
     placed, own = (t.placements if isinstance(t, DTensor) else None for t in (grad, param))
-    if placed != own and not (own is not None and placed is None and grad.shape == local_part(param).shape):
+    if placed == own or (own is not None and placed is None and grad.shape == local_part(param).shape):
+        return local_part(grad)
+    if not (isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.device_mesh == param.device_mesh):
         raise InputError(f"the gradient of {name} is {placed}, the parameter {own}: place it alike before the step")
-    return local_part(grad)
+    # Such as Partial, of norms under sequence parallel.
+    return local_part(grad.redistribute(placements=param.placements))
 
 
 def cuts_of(name: str, param: Tensor) -> list[Cut]:

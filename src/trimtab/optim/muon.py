@@ -84,8 +84,11 @@ class Muon(torch.optim.Optimizer):
             )
         if adjust_lr_fn not in SCALES or not {router, lora} <= {"adamw", "muon"}:
             raise ConfigError(f"{adjust_lr_fn=} is one of {tuple(SCALES)}, {router=} and {lora=} of ('adamw', 'muon')")
-        if min(float(lr), weight_decay, momentum, eps, *betas) < 0 or max(momentum, *betas) >= 1:
-            raise ConfigError(f"{lr=}, {weight_decay=} and {eps=} are at least 0, {momentum=} and {betas=} in [0, 1)")
+        own = lr if adamw_lr is None else adamw_lr
+        if min(float(lr), float(own), weight_decay, momentum, eps, *betas) < 0 or max(momentum, *betas) >= 1:
+            raise ConfigError(
+                f"{lr=}, {adamw_lr=}, {weight_decay=} and {eps=} are at least 0, {momentum=} and {betas=} in [0, 1)"
+            )
         self.newton_schulz, self.coefficients, self.ns_dtype = newton_schulz, tuple(coefficients), ns_dtype
         self.low_bits = low_bits
         self._find = partial(find_matrices, model, router=router, lora=lora, layouts=layouts)
@@ -95,7 +98,6 @@ class Muon(torch.optim.Optimizer):
             if param.requires_grad:
                 muons = found.layout is not None
                 groups[muons, muons or (param.ndim > 1 and not found.name.endswith("bias"))].append(param)
-        own = lr if adamw_lr is None else adamw_lr
         super().__init__(
             [
                 {
