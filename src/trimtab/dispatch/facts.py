@@ -182,7 +182,7 @@ def _tokens_in_words(tokens: int, packed: int) -> str:
 def _call_in_words(theirs: Sequence[int], mine: Sequence[int]) -> str:
     """One rank's call, as far as it came over the wire."""
     phase, direction = MOVEMENTS[theirs[MOVEMENT]]
-    tail = b"".join(value.to_bytes(8, "little", signed=True) for value in theirs[NAME:]).lstrip(b"\0")
+    tail = b"".join(value.to_bytes(8, "little", signed=True) for value in theirs[NAME:COLUMNS]).lstrip(b"\0")
     name = ("…" if len(tail) == 8 * NAME_COLUMNS else "") + tail.decode(errors="replace")
     text = f"{phase} {direction} of layer {name}, call {theirs[CALL]}"
     text += f" ({theirs[EXPERTS]} experts, top-{theirs[TOP_K]}, width {theirs[WIDTH]})"
