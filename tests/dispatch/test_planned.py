@@ -53,7 +53,7 @@ def test_traffic_of_drawn_ids_is_what_real_ranks_count() -> None:
         for rule in RULES:
             replication = ExchangeOptions(replicate_experts=rule, copy_cost=1).replication
             for skew in DRAWN:
-                call = Call("moe", 0, tokens=T, top_k=K, experts=E, rank=rank, ranks=P)
+                call = Call(tokens=T, top_k=K, experts=E, rank=rank, ranks=P)
                 given = Traffic(skew=skew, rank=rank, replication=replication)(call)
                 both = [[list(n) or [0] * P for n in moved] for moved in given]
                 assert both == found[skew, str(rule)], (skew, rule, rank)
@@ -85,7 +85,7 @@ def run_planned(traffic: Any, options: dict[str, Any]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("skew", ["even", "worst", "hot_rank"])
 def test_rows_come_as_they_are_given(skew: str, options: dict[str, Any]) -> None:
     traffic = Traffic(skew=skew, replication=ExchangeOptions(**options).replication)
-    _, received = traffic(Call("", 0, tokens=T, top_k=K, experts=E, rank=0, ranks=P))
+    _, received = traffic(Call(tokens=T, top_k=K, experts=E, rank=0, ranks=P))
     n = sum(received.slots if "combine" in options else received.rows)
     assert run_ranks(run_planned, 1, traffic, options)[0] == [(n, D)] * 2
     if skew == "worst" and not options:
@@ -97,7 +97,7 @@ def test_rows_come_as_they_are_given(skew: str, options: dict[str, Any]) -> None
 def test_worst_is_never_less_than_any_workload(rule: Any) -> None:
     replication = ExchangeOptions(replicate_experts=rule, copy_cost=1).replication
     for top_k, experts, ranks in ((3, 16, 4), (8, 16, 8), (2, 8, 2), (4, 8, 8)):
-        call = partial(Call, "", 0, T, top_k, experts, ranks=ranks)
+        call = partial(Call, T, top_k, experts, ranks=ranks)
         worst = Traffic(skew="worst", replication=replication)(call(rank=0))
         for skew in DRAWN:
             for rank in range(ranks):
