@@ -71,14 +71,11 @@ class Autosave:
 
 
 def remove_unasked(root: Path, before: float) -> None:
-    """Remove such checkpoints of steps before that one: the last, for behind one that was asked for there are none."""
-    for folder in reversed([path for path in on_disk.whole_checkpoints(root) if on_disk.step_of(path) < before]):
-        try:
-            if not on_disk.read_index(folder).extra.get(MARK):
-                return
-        except InputError:  # damaged: not ours to judge
-            continue
-        on_disk.remove(folder)
+    """Remove such checkpoints of steps before that one."""
+    for folder in on_disk.whole_checkpoints(root):
+        with contextlib.suppress(InputError):  # damaged: not ours to judge
+            if on_disk.step_of(folder) < before and on_disk.read_index(folder).extra.get(MARK):
+                on_disk.remove(folder)
 
 
 @contextlib.contextmanager
