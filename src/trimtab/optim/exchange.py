@@ -67,14 +67,15 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
         if not pieces:
             raise ConfigError(f"{name} is {placement} over {mesh}: Muon takes Shard and Replicate")
         dim, ranks = placement.dim % param.ndim, mesh.size(at)  # type: ignore[attr-defined]
-        if pieces > 1 and sizes[dim] % (pieces * ranks):
+        whole = not dim and param.ndim > 2  # of a stack
+        if pieces > 1 and sizes[dim] % (pieces * ranks) and not whole:
             raise ConfigError(
                 f"{name} {tuple(param.shape)} is {placement} over {ranks} ranks: its shares are not equal"
             )
         each = -(-sizes[dim] // ranks)
         shares = tuple(max(0, min(each, sizes[dim] - each * rank)) for rank in range(ranks))
         sizes[dim] = shares[place[at]]
-        if ranks > 1 and (dim or param.ndim == 2):
+        if ranks > 1 and not whole:
             found.append(Cut(mesh.get_group(at), dim, shares, pieces))
     if found:
         check_meshes(**{f"the mesh of {name}": mesh})
