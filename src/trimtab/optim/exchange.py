@@ -82,6 +82,30 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
     return found
 
 
+def check_gradients(params: Sequence[tuple[str, Tensor, Sequence[Cut]]]) -> None:
+    """One all-reduce in each group that shares matrices. params: names, parameters, and their cuts.
+
+    Raises:
+        InputError: on all ranks of a group, one of which has no gradient of what others have one of. They would
+            exchange other matrices than the rest.
+    """
+    groups: dict[dist.ProcessGroup, list[int]] = {}
+    for i, (_, _, cuts) in enumerate(params):
+        for cut in cuts:
+            groups.setdefault(cut.group, []).append(i)
+    rows = [[param.grad is not None, param.grad is None] for _, param, _ in params] if groups else []
+    seen = torch.tensor(rows, dtype=torch.uint8, device=params[0][1].device if rows else None)
+    for group, shared in groups.items():
+        told = seen.amin(1, keepdim=True).repeat(1, 2)  # what an earlier group found, on to this one
+        told[shared] = seen[shared]
+        dist.all_reduce(told, dist.ReduceOp.MAX, group)
+        seen = seen.maximum(told)
+    if names := [params[i][0] for i, (has, lacks) in enumerate(seen.tolist()) if has and lacks]:
+        raise InputError(
+            f"{names[0]} has a gradient on some of the ranks that share it, and none on others: give it zeros"
+        )
+
+
 def _pieces(placement: Placement) -> int:
     """0 for what is not known. A strided shard is of a class that torch keeps private."""
     factor = getattr(placement, "split_factor", None)
