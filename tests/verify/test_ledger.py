@@ -187,8 +187,8 @@ def test_the_truth_of_a_step_is_torchs() -> None:
         for name, (start, grad) in named.items():
             param = torch.nn.Parameter(start.clone())
             adamw, buffer = torch.optim.AdamW([param], **ADAMW), torch.zeros_like(start)
-            for step in range(2):
-                param.grad = grad * param.detach() if step else grad
+            for _ in range(2):
+                param.grad = grad = grad * (1 + param.detach())
                 if kind == "adamw" or name == "router":
                     adamw.step()
                     continue

@@ -117,8 +117,7 @@ class Topology:
     @property
     def narrow(self) -> bool:
         """True where nothing depends on the dtype that other rows do not show in each."""
-        own = (self.replicas, self.sink, self.later, self.frozen, self.packed, self.optimizer)
-        return own != ("none",) * 6
+        return (self.replicas, self.sink, self.later, self.frozen, self.packed, self.optimizer) != ("none",) * 6
 
     @property
     def num_experts(self) -> int:

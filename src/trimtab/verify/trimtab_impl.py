@@ -196,11 +196,10 @@ class Layers:
         if (word := self.place.topology.optimizer) == "none":
             return {}
         before, optimizer = [local_part(p).clone() for _, p in params], OPTIMIZERS[word](self.model)
-        optimizer.step()
-        for _, param in params:
-            assert param.grad is not None
-            param.grad = param.grad * param.detach()
-        optimizer.step()
+        for _ in range(2):
+            for _, param in params:
+                param.grad = torch.mul(1 + param.detach(), param.grad)  # type: ignore[arg-type]
+            optimizer.step()
         whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in params}
         for (_, param), values in zip(params, before, strict=True):
             local_part(param).copy_(values)

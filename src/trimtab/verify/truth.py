@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.experts.quantized import decoded, quantized
 from trimtab.oracle import swiglu
@@ -263,23 +263,23 @@ def solve(problem: Problem, weights: Sequence[LayerWeights]) -> Truth:
 
 
 def updated(weights: Sequence[LayerWeights], grads: Mapping[str, Tensor], optimizer: str) -> dict[str, Tensor]:
-    """Parameters by name behind two steps of "adamw" or "muon", one by `grads`, and one by `grads` times what the
-    parameters are then; {} of "none"."""
-    made, (beta, beta2) = {}, ADAMW["betas"]
+    """Parameters by name behind two steps of "adamw" or "muon", each by 1 + parameter times the gradient
+    before; {} of "none"."""
+    made: dict[str, Tensor] = {}
     for name, grad in grads.items() if optimizer != "none" else ():
         layer, part = name.split(".", 1)
-        p, g, m, v = _judged(weights[int(layer)])[part].detach(), grad, torch.zeros_like(grad), torch.zeros_like(grad)
-        for step in (1, 2):
+        p, m = nn.Parameter(_judged(weights[int(layer)])[part].detach()), torch.zeros_like(grad)
+        adamw = torch.optim.AdamW([p], **ADAMW)
+        for _ in range(2):
+            p.grad = grad = grad * (1 + p.detach())
             if optimizer == "muon" and part in ("up", "down"):
-                m = MOMENTUM * m + (1 - MOMENTUM) * g
-                whole = (MOMENTUM * m + (1 - MOMENTUM) * g).chunk(2 if part == "up" else 1, 1)  # gate, and up
+                m = MOMENTUM * m + (1 - MOMENTUM) * grad
+                whole = (MOMENTUM * m + (1 - MOMENTUM) * grad).chunk(2 if part == "up" else 1, 1)  # gate, and up
                 move = torch.cat([0.2 * max(t.shape[1:]) ** 0.5 * _orthogonal(t) for t in whole], 1)
+                p.data = (1 - ADAMW["lr"] * ADAMW["weight_decay"]) * p.data - ADAMW["lr"] * move
             else:
-                m, v = beta * m + (1 - beta) * g, beta2 * v + (1 - beta2) * g**2
-                move = m / (1 - beta**step) / ((v / (1 - beta2**step)).sqrt() + ADAMW["eps"])
-            p = (1 - ADAMW["lr"] * ADAMW["weight_decay"]) * p - ADAMW["lr"] * move
-            g = grad * p
-        made[name] = p
+                adamw.step()
+        made[name] = p.detach()
     return made
 
 
