@@ -40,10 +40,10 @@ from benchmarks.result import Record
 from benchmarks.subject import BOTH, FORWARD
 from benchmarks.table import as_text, case_words, contestants_table, memory_table
 from benchmarks.task import Task, run_task, write, write_record
+from benchmarks.workloads import WORKLOADS
 from trimtab.cli.main import exit_code
 from trimtab.dispatch.options import COPY_COST, Replication
 from trimtab.errors import ConfigError
-from trimtab.plan.traffic import WORKLOADS
 
 RESULTS = Path("benchmarks/results")
 DESCRIPTION = """\

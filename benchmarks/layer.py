@@ -20,9 +20,9 @@ from benchmarks.layer_truth import layer_judge
 from benchmarks.machine import native_bf16
 from benchmarks.subject import BOTH, FORWARD
 from benchmarks.task import Task
+from benchmarks.workloads import token_counts
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
-from trimtab.plan.traffic import token_counts
 
 COPY_BYTES = 2**27
 BACKENDS = {"auto": {}, "torch": {"TRIMTAB_COMPILED": "0"}}

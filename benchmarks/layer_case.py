@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.workloads import draw, token_counts
 from trimtab.errors import ConfigError
 from trimtab.layout import experts_per_rank
-from trimtab.plan.traffic import draw, token_counts
 
 SHAPES = {"A": (512, 256, 64, 8), "B": (1024, 512, 32, 4), "C": (1024, 2816, 8, 2)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.layer_case import DTYPES, LayerCase
 from benchmarks.subject import BOTH, FORWARD, Subject, Where
+from benchmarks.workloads import lane_rows
 from trimtab.layout import experts_per_rank
-from trimtab.plan.traffic import lane_rows
 
 
 def build_dense(args: dict[str, Any], where: Where) -> Subject:

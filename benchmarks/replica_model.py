@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.table import as_markdown
+from benchmarks.workloads import WORKLOADS, draw
 from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
 from trimtab.errors import ConfigError
-from trimtab.plan.traffic import WORKLOADS, draw
 
 LINKS = {"Gloo, AMX": (1e12, 2e9), "NVLink": (600e12, 450e9), "InfiniBand": (600e12, 50e9)}
 """FLOP/s and bytes/s of a rank."""

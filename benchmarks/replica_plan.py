@@ -15,9 +15,9 @@ from functools import partial
 import torch
 
 from benchmarks.table import as_markdown
+from benchmarks.workloads import draw
 from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
-from trimtab.plan.traffic import draw
 
 SIZES = ((2, 8), (8, 64), (8, 128), (64, 64), (64, 256), (256, 512))
 """P, E."""

@@ -78,13 +78,34 @@ class Interrupted(BaseException):
         self.number = number
 
 
+def set_aside(_number: int, _frame: FrameType | None) -> None:
+    """Handles a signal that a thread hears of, see `signals_told`."""
+
+
+def signals_told() -> int:
+    """A file descriptor that SIGTERM comes to as a byte, while Python's main thread waits inside a library too; it does
+    nothing else to this process. Processes that this one forks or starts end by it as ever."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, set_aside)
+
+    def in_child() -> None:
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) is set_aside:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=in_child)
+    return reader
+
+
 @contextlib.contextmanager
 def heard_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[dict[int, Any]]:
     """SIGINT, SIGTERM and SIGHUP come to `handler` inside the block; those that nohup or a shell set aside stay so, and
     all do in a thread where no handler can be set. Yields the handlers of before."""
     settable = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if settable else ()
-    heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None, set_aside)]
     before: dict[int, Any] = {number: signal.signal(number, handler) for number in heard}
     try:
         yield before

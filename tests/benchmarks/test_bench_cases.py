@@ -14,10 +14,10 @@ from benchmarks.layer_step import layer_subject
 from benchmarks.layer_truth import BOUNDS, compare, probe, truth
 from benchmarks.step import first_is_right, step_task
 from benchmarks.subject import Where
+from benchmarks.workloads import WORKLOADS, draw, lane_rows, token_counts
 from helpers.comparing import assert_close
 from trimtab import oracle
 from trimtab.errors import ConfigError
-from trimtab.plan.traffic import WORKLOADS, draw, lane_rows, token_counts
 
 CASE = LayerCase(dim=6, hidden=5, num_experts=4, top_k=2, tokens=7, dtype="fp32", workload="zipf", ranks=2)
 ALONE = replace(CASE, dim=8, hidden=16, ranks=1, workload="balanced")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.replica_model import BOUND, LINKS, Traffic, cells, traffic
+from benchmarks.workloads import WORKLOADS
 from trimtab.dispatch.options import ReplicationConfig
-from trimtab.plan.traffic import WORKLOADS
 
 
 def test_traffic_of_a_hand_counted_batch() -> None:

@@ -310,8 +310,8 @@ def met(*given: dict[str, Any]) -> Handshake:
     """What rank 0 of so many has sent to all, and received."""
 
     def message(bad: int = 0, plan: int = 0, facts: Facts = NO_FACTS, number: int = 3) -> list[int]:
-        call_id = CallId(layer="a", number=number, experts=6, top_k=2, width=8, fingerprint="")
-        values: dict[int, Tensor | int] = {BAD: bad, PLAN: torch.tensor(plan)}
+        call_id = CallId(layer="a", number=number, experts=6, top_k=2, width=8, fingerprint="", sized=2)
+        values: dict[int, Tensor | int] = {BAD: bad, PLAN: torch.tensor(plan), SIZES: torch.tensor([[65, 66]])}
         row: list[int] = count_message(torch.tensor([1]), call_id, values, facts)[0].tolist()
         return row
 
@@ -321,7 +321,10 @@ def met(*given: dict[str, Any]) -> Handshake:
 
 ROWS_OF_THE_TABLE: dict[str, tuple[dict[str, Any], str]] = {
     "bad": ({"bad": UNUSABLE, "number": 4}, r"rank\(s\) 1 were given tensors of the wrong shape"),
-    "call": ({"number": 4, "facts": Facts("other")}, r"rank\(s\) 1 are in another call than rank 0.*call 3.*call 4"),
+    "call": (
+        {"number": 4, "facts": Facts("other")},
+        r"rank\(s\) 1 are in another call than rank 0.*layer a, call 3.*layer a, call 4",
+    ),
     "weights": ({"facts": Facts("other"), "plan": 5}, r"rank\(s\) 1 hold other experts than rank 0"),
     "slots": ({"plan": UNFIT}, r"rank\(s\) 1 have other numbers of slots"),
     "plan": ({"plan": 5, "facts": Facts(tp_tokens=LineTokens(0, 2))}, r"rank\(s\) 1 place replicas of experts by"),

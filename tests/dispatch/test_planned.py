@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from helpers.ranks import run_ranks
 from trimtab import AllToAll, Dispatcher, ExpertParallel, MoEConfig, RouterConfig, parallelize
@@ -20,6 +21,7 @@ from trimtab.dispatch.planned import Call, planned
 from trimtab.dispatch.transport import Handshake
 from trimtab.dispatch.transports import TRANSPORTS
 from trimtab.plan.traffic import SKEWS, Traffic, draw
+from trimtab.plan.without_values import World
 
 P, E, T, K, D = 4, 16, 40, 3, 8
 COLUMNS = facts.ROWS, facts.SLOTS, facts.REPLICAS, facts.REPLICA_SLOTS
@@ -53,7 +55,7 @@ def test_traffic_of_drawn_ids_is_what_real_ranks_count() -> None:
         for rule in RULES:
             replication = ExchangeOptions(replicate_experts=rule, copy_cost=1).replication
             for skew in DRAWN:
-                call = Call("moe", 0, tokens=T, top_k=K, experts=E, rank=rank, ranks=P)
+                call = Call(tokens=T, top_k=K, experts=E, rank=rank, ranks=P)
                 given = Traffic(skew=skew, rank=rank, replication=replication)(call)
                 both = [[list(n) or [0] * P for n in moved] for moved in given]
                 assert both == found[skew, str(rule)], (skew, rule, rank)
@@ -61,18 +63,11 @@ def test_traffic_of_drawn_ids_is_what_real_ranks_count() -> None:
 
 def run_planned(traffic: Any, options: dict[str, Any]) -> list[tuple[int, ...]]:
     """On rank 0 of P that are not there, without values: shapes of the rows that its experts get."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=P)
-    mesh, shapes = init_device_mesh("cpu", (P,)), []
-    with planned(traffic):
-        with torch.device("meta"):
-            moe = MoEConfig(dim=D, hidden=8, router=RouterConfig(num_experts=E, top_k=K)).build()
-        parallelize(moe, mesh, {"": ExpertParallel(transport="planned", **options)})
-    moe.experts.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
-    with torch.device("meta"):
+    shapes: list[tuple[int, ...]] = []
+    with World(P), planned(traffic), torch.device("meta"):
+        moe = MoEConfig(dim=D, hidden=8, router=RouterConfig(num_experts=E, top_k=K)).build()
+        parallelize(moe, init_device_mesh("cpu", (P,)), {"": ExpertParallel(transport="planned", **options)})
+        moe.experts.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
         for _ in range(2):
             x_TD = torch.randn(T, D, requires_grad=True)
             moe(x_TD).y.sum().backward()
@@ -85,9 +80,9 @@ def run_planned(traffic: Any, options: dict[str, Any]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("skew", ["even", "worst", "hot_rank"])
 def test_rows_come_as_they_are_given(skew: str, options: dict[str, Any]) -> None:
     traffic = Traffic(skew=skew, replication=ExchangeOptions(**options).replication)
-    _, received = traffic(Call("", 0, tokens=T, top_k=K, experts=E, rank=0, ranks=P))
+    _, received = traffic(Call(tokens=T, top_k=K, experts=E, rank=0, ranks=P))
     n = sum(received.slots if "combine" in options else received.rows)
-    assert run_ranks(run_planned, 1, traffic, options)[0] == [(n, D)] * 2
+    assert run_planned(traffic, options) == [(n, D)] * 2
     if skew == "worst" and not options:
         assert n == P * T
     assert "planned" not in TRANSPORTS
@@ -97,7 +92,7 @@ def test_rows_come_as_they_are_given(skew: str, options: dict[str, Any]) -> None
 def test_worst_is_never_less_than_any_workload(rule: Any) -> None:
     replication = ExchangeOptions(replicate_experts=rule, copy_cost=1).replication
     for top_k, experts, ranks in ((3, 16, 4), (8, 16, 8), (2, 8, 2), (4, 8, 8)):
-        call = partial(Call, "", 0, T, top_k, experts, ranks=ranks)
+        call = partial(Call, T, top_k, experts, ranks=ranks)
         worst = Traffic(skew="worst", replication=replication)(call(rank=0))
         for skew in DRAWN:
             for rank in range(ranks):

@@ -22,7 +22,7 @@ from trimtab.dispatch.plan import plan_ranks, sort_by_rank
 from trimtab.dispatch.replica_plan import physical_ids, replica_plan, slot_shares
 from trimtab.dispatch.replica_route import experts_to_send
 from trimtab.experts.replicated import run_with_replicas
-from trimtab.plan.traffic import WORKLOADS, draw
+from trimtab.plan.traffic import SKEWS, draw
 
 P, E, T, K, D, F = 4, 8, 24, 3, 8, 16
 HOME = E // P
@@ -88,7 +88,7 @@ def test_from_counts_to_experts_nothing_is_read_and_every_size_is_the_bound(way:
     assert experts.gate_up.grad.shape == experts.gate_up.shape
 
 
-@pytest.mark.parametrize("workload", [w for w in WORKLOADS if w != "source_ragged"])
+@pytest.mark.parametrize("workload", SKEWS[2:])
 def test_no_routing_needs_more_and_padded_to_the_bounds_it_has_the_right_numbers(workload: str) -> None:
     g = torch.Generator().manual_seed(0)
     up, down = (torch.randn(E, *shape, dtype=torch.float64, generator=g) for shape in ((2, F, D), (D, F)))

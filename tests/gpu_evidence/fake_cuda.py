@@ -173,16 +173,17 @@ class Idle:
 
 
 class Graph:
-    """In place of torch.cuda.CUDAGraph: what is recorded launches nothing, and a replay is one launch."""
+    """In place of torch.cuda.CUDAGraph: what is recorded launches nothing and may not wait; a replay is one launch."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
 
     def capture_begin(self, **options: Any) -> None:
-        self.watch.recording = True
+        self.watch.recording, self.waits = True, len(self.watch.waits)
 
     def capture_end(self) -> None:
         self.watch.recording = False
+        assert len(self.watch.waits) == self.waits, f"a capture fails at {self.watch.waits[self.waits :]}"
 
     def replay(self) -> None:
         self.watch.launched("graph")

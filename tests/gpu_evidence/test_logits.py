@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.comparing import assert_close
@@ -42,6 +43,20 @@ def test_no_product_on_cuda_is_one_that_tf32_rounds(dtype: torch.dtype, weight: 
         logits = scores.router_logits(x, w)
     assert (logits.shape, logits.dtype) == ((T, E), torch.float32)
     assert products.found == [[torch.bfloat16, torch.bfloat16, torch.float32]]
+
+
+@pytest.mark.parametrize("weight", DTYPES, ids=str)
+def test_a_graph_of_it_takes_any_number_of_tokens(weight: torch.dtype) -> None:
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])  # type: ignore[var-annotated]
+    mode = FakeTensorMode(shape_env=(env := ShapeEnv()))
+    tokens = mode.from_tensor(torch.empty(T), symbolic_context=dynamic).shape[0]
+    with mode:
+        x, w = (
+            torch.empty(tokens, D, dtype=torch.bfloat16, device="cuda"),
+            torch.empty(E, D, dtype=weight, device="cuda"),
+        )
+        assert scores.exact_product(x, w).shape == (tokens, E)
+    assert not env.replacements
 
 
 @pytest.mark.parametrize("weight", DTYPES, ids=str)

@@ -18,7 +18,7 @@ from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_for
 from trimtab.experts.recipes import FP8Rowwise
 from trimtab.experts.shared import SharedExperts
-from trimtab.experts.weight_grad import GradSink
+from trimtab.experts.weight_grad import GradSink, unchanged
 from trimtab.kernels.choose import KernelChoice
 
 T, D, F, E, K = 20, 64, 32, 4, 2
@@ -86,6 +86,28 @@ def test_delayed_gradients_wait_for_their_backward_and_keep_what_they_read(
             main.wait_stream(side)
             assert all(p.grad.abs().sum() > 0 for p in module.parameters())
             assert not check.races
+
+
+def test_delayed_gradients_wait_on_the_device_of_their_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is the current one of the thread that calls."""
+    waited: list[object] = []
+
+    class Stream:
+        device = torch.device("cuda", 1)
+
+        def record_event(self) -> object:
+            return object()
+
+        def wait_event(self, event: object) -> None:
+            waited.append(self)
+
+    elsewhere, backward, side = Stream(), Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: backward)
+    job = unchanged(list, [])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: elsewhere if device is None else side)
+    assert job() == []
+    assert waited == [side]
 
 
 @pytest.mark.parametrize("waits", [True, False])

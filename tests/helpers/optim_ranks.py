@@ -153,7 +153,7 @@ class Run:
         found = {name: _whole(p) for name, p in self.model.named_parameters()}
         names = {p: name for name, p in self.model.named_parameters()}
         for p, state in self.optimizer.state.items():
-            found |= {f"{names[p]} {key}": _whole(t) for key, t in state.items()}
+            found |= {f"{names[p]} {key}": _bits(_whole(t)) for key, t in state.items()}
         return found
 
     @torch.no_grad()
@@ -166,6 +166,10 @@ def _local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
+def _bits(t: Tensor) -> Tensor:
+    return t.view(torch.int16) if t.dtype == torch.bfloat16 else t
+
+
 def _like(whole: Tensor, p: Tensor) -> Tensor:
     if not isinstance(p, DTensor):
         return whole
@@ -176,8 +180,7 @@ def _whole(t: Tensor) -> Tensor:
     t = t.detach()
     if not isinstance(t, DTensor):
         return t.clone()
-    wide = t.int() if t.dtype == torch.int16 else t  # Gloo gathers no int16
-    return full_value(wide).to(t.dtype)
+    return full_value(t)
 
 
 def stepped(dtype: torch.dtype, numbers: tuple[int, ...] = (1, 2, 3), **options: Any) -> Kept:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.dispatch import facts
 from trimtab.dispatch.all_to_all import AllToAll
-from trimtab.dispatch.planned import NAME, Call, Moved, planned
+from trimtab.dispatch.planned import NAME, Moved, planned
 from trimtab.dispatch.transport import Handshake
 from trimtab.plan.device import DEVICES
 from trimtab.plan.stages import Step, measure
@@ -26,13 +26,8 @@ from trimtab.train.loading import build_model, finished, load_model
 from trimtab.train.objective import Objective
 
 COLUMNS = facts.ROWS, facts.SLOTS, facts.REPLICAS, facts.REPLICA_SLOTS
-Recorded = dict[tuple[str, int], tuple[Moved, Moved]]
-"""What a rank sent and received, by the layer's name and the number of its call."""
-
-
-def name_of(message: list[int]) -> str:
-    name = b"".join(value.to_bytes(8, "little", signed=True) for value in message[facts.NAME : facts.COLUMNS])
-    return name.lstrip(b"\0").decode()
+Recorded = list[tuple[Moved, Moved]]
+"""What a rank sent and received, call by call."""
 
 
 def step_of(model: Any, config: TrainConfig, rank: int) -> Step:
@@ -64,7 +59,7 @@ def kept_whole(model: Any) -> int:
 
 def run_on_rank(folder: Path, config: TrainConfig, mesh: Mesh) -> tuple[int, Recorded]:
     """The most bytes of tensors that two real steps of this rank hold, and what it exchanged."""
-    found: Recorded = {}
+    found: Recorded = []
     own = AllToAll.handshake
 
     def recording(self: AllToAll, message: Tensor) -> Handshake:
@@ -73,7 +68,7 @@ def run_on_rank(folder: Path, config: TrainConfig, mesh: Mesh) -> tuple[int, Rec
         if first[facts.MOVEMENT] == 0:
             both = ([[row[column] for row in rows] for column in COLUMNS] for rows in (met.sent, met.received))
             sent, received = (Moved(*columns) for columns in both)
-            found[name_of(first), first[facts.CALL]] = sent, received
+            found.append((sent, received))
         return met
 
     AllToAll.handshake = recording  # type: ignore[method-assign]
@@ -87,15 +82,12 @@ def run_on_rank(folder: Path, config: TrainConfig, mesh: Mesh) -> tuple[int, Rec
 
 def plan_on_rank(source: Any, config: TrainConfig, mesh: Mesh, rank: int, traffic: Any) -> int:
     """The same of rank `rank` of ranks that are not there."""
-    if isinstance(traffic, dict):
-        recorded: Recorded = traffic
-
-        def traffic(call: Call) -> tuple[Moved, Moved]:
-            return recorded[call.layer, call.number]
-
-    with World(mesh.world, rank) as world, planned(traffic, rounds=True):
+    calls = iter(traffic if isinstance(traffic, list) else ())
+    given = (lambda _: next(calls)) if isinstance(traffic, list) else traffic
+    with World(mesh.world, rank) as world, planned(given, rounds=True):
         model = build_model(source, config, mesh, transport=NAME)
         world.fill(model)
         stages = measure(model, step_of(model, config, rank), world, device=DEVICES["cpu"])
     assert stages.ledger is not None
+    assert next(calls, None) is None, "as many calls as the run's"
     return stages.ledger.peak()[0]

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from helpers.optim_ranks import LAYOUTS, resumed, under_layouts
 from helpers.ranks import run_ranks
 from trimtab.errors import ConfigError, InputError
+from trimtab.optim import Muon
 from trimtab.optim.exchange import cuts_of, local_gradient
 
 DTYPES: list[tuple[torch.dtype, dict[str, Any]]] = [
@@ -58,15 +60,52 @@ def refused() -> list[str]:
             cuts_of("some.weight", param)
         said.append(str(error.value))
     param = nn.Parameter(DTensor.from_local(torch.zeros(3, 8), mesh, [Shard(0)]))
-    param.grad = DTensor.from_local(torch.zeros(6, 8), mesh, [Replicate()])
+    param.grad = DTensor.from_local(torch.zeros(6, 8), init_device_mesh("cpu", (1, 2)), [Replicate(), Replicate()])
     with pytest.raises(InputError) as raised:
         local_gradient("some.weight", param)
     return [*said, str(raised.value)]
+
+
+def cut_again() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    placements = [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=2)]
+    packed = DTensor.from_local(torch.zeros(4, 8), mesh, placements, run_check=False, shape=(16, 8), stride=(8, 1))
+    with pytest.raises(ConfigError) as error:
+        cuts_of("some.weight", packed)
+    return str(error.value)
+
+
+def test_fsdp_over_a_packed_projection_of_tp_is_refused() -> None:
+    """FSDP2 cuts [gate share; up share] in two, and says of it what would be a part of each."""
+    assert "no mesh dim before may share that dim out" in run_ranks(cut_again, 4)[0]
+
+
+def summed() -> list[bool]:
+    """Of a norm under sequence parallel: its gradient is Partial, and AdamW's step is that of the sum."""
+    mesh = init_device_mesh("cpu", (2,))
+    rank = mesh.get_local_rank()
+    norm, whole = nn.LayerNorm(8), nn.LayerNorm(8)
+    parallelize_module(norm, mesh, SequenceParallel())
+    shares = torch.arange(16.0).view(2, 8)
+    for name, true in whole.named_parameters():
+        param, true.grad = norm.get_parameter(name), shares.sum(0)
+        param.grad = DTensor.from_local(shares[rank], mesh, [Partial()])
+    Muon(norm).step()
+    Muon(whole).step()
+    return [
+        torch.equal(p.full_tensor(), norm_p) for p, norm_p in zip(norm.parameters(), whole.parameters(), strict=True)
+    ]
+
+
+def test_partial_gradients_are_summed() -> None:
+    assert run_ranks(summed, 2) == [[True, True]] * 2
 
 
 def test_what_is_not_known_is_refused_by_name() -> None:
     partial, strided, gradient = run_ranks(refused, 2)[0]
     assert partial.startswith("some.weight is P")
     assert partial.endswith("Muon takes Shard and Replicate")
-    assert strided.endswith("its shares are not equal")
-    assert gradient.startswith("the gradient of some.weight is (Replicate(),), the parameter (Shard(dim=0),)")
+    assert "must cut equally" in strided
+    assert gradient.startswith(
+        "the gradient of some.weight is (Replicate(), Replicate()), the parameter (Shard(dim=0),)"
+    )

@@ -71,4 +71,24 @@ def test_a_hundred_steps_are_those_of_a_float32_master_through_a_resume() -> Non
     assert {group["rule"] for group in wide.param_groups} == {"muon", "adamw"}
     for param, true in zip(model.parameters(), master.parameters(), strict=True):
         assert torch.equal(widen(param, narrow.state[param]["low_bits"]), true)
-        assert narrow.state[param]["low_bits"].any()
+        assert narrow.state[param]["low_bits"].view(torch.int16).any()
+
+
+def test_a_state_that_was_saved_without_them_gets_them() -> None:
+    model = nn.ModuleDict({"proj": nn.Linear(32, 48), "embed": nn.Embedding(9, 16)}).bfloat16()
+    plain, narrow = Muon(model), Muon(model, low_bits=True)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape).bfloat16()
+    plain.step()
+    narrow.load_state_dict(deepcopy(plain.state_dict()))
+    master, wide = deepcopy(model).float(), deepcopy(plain.state_dict())
+    with_master = Muon(master)
+    for state in wide["state"].values():
+        state |= {name: value.float() for name, value in state.items()}
+    with_master.load_state_dict(wide)
+    for param, true in zip(model.parameters(), master.parameters(), strict=True):
+        true.grad = param.grad.float()  # type: ignore[union-attr]
+    narrow.step()
+    with_master.step()
+    for param, true in zip(model.parameters(), master.parameters(), strict=True):
+        assert torch.equal(widen(param, narrow.state[param]["low_bits"]), true)

@@ -122,6 +122,7 @@ def test_frozen_parameters_are_left_out_and_join_later() -> None:
         ({"model": [nn.Parameter(torch.zeros(2, 2))]}, r"Pass model, not model\.parameters"),
         ({"adjust_lr_fn": "other"}, "adjust_lr_fn='other'"), ({"router": "sgd"}, "router='sgd'"),
         ({"momentum": 1.0}, "momentum=1.0"), ({"lr": -1.0}, "lr=-1.0"), ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"adamw_lr": -1.0}, "adamw_lr=-1.0"),
         ({"layouts": {"nothing": None}}, r"layouts= has \['nothing'\]"),
         ({"layouts": {"mix.weight": Layout((3,))}}, r"mix\.weight \(8, 8\) is not made of matrices as Layout"),
         ({"layouts": {"mix.bias": Layout((8,))}}, r"mix\.bias \(8,\) is not made"),
@@ -231,6 +232,23 @@ def test_every_way_to_keep_state_resumes_to_the_same_bits(tmp_path: Path) -> Non
     go_on(model, optimizer)
     model, optimizer = copy.deepcopy((first, saved))
     go_on(model, optimizer)
+
+
+def test_hooks_on_loading_are_heard() -> None:
+    model = Model()
+    saved = Muon(model)
+    trained(model, saved)
+    kept = copy.deepcopy(saved.state_dict())
+    numbers = sorted(kept["state"])
+    turned = {number: kept["state"][-1 - number + len(numbers)] for number in numbers}
+    optimizer = Muon(model)
+    optimizer.register_load_state_dict_pre_hook(lambda _, loaded: loaded | {"state": kept["state"]})
+    optimizer.load_state_dict(kept | {"state": turned})
+    for param, state in saved.state.items():
+        assert {name: t.tolist() for name, t in optimizer.state[param].items()} == {
+            name: t.tolist() for name, t in state.items()
+        }
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
 
 
 def test_schedules_scalers_and_closures_go_on_as_with_torchs() -> None:

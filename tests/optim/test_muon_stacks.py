@@ -14,7 +14,6 @@ from helpers.comparing import full_value
 from helpers.families import build_model, forward, sample_batch, save_model
 from helpers.ranks import run_ranks
 from helpers.small_trainers import options, sequences, sft
-from trimtab.errors import InputError
 from trimtab.optim import Muon, for_trainer
 
 FAMILY = "qwen3_moe"
@@ -46,25 +45,10 @@ def under(folder: str, mesh: dict[str, int]) -> float:
     return max(float((true[name] - found[name]).abs().max()) for name in true)
 
 
-@pytest.mark.parametrize("mesh", [{"ep_size": 2, "fsdp_size": 2}, {"fsdp_size": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"ep_size": 2, "fsdp_size": 2}, {"fsdp_size": 2}, {"tp_size": 2}], ids=str)
 def test_transformers_own_meshes_have_the_values_of_one_process(mesh: dict[str, int], tmp_path: Path) -> None:
     save_model(FAMILY, tmp_path / "model")
     assert max(run_ranks(under, 2, str(tmp_path / "model"), mesh, deadline=120.0)) < 1e-12
-
-
-def refused(folder: str) -> str:
-    with pytest.raises(InputError) as error:
-        stepped(folder, {"tp_size": 2})
-    return str(error.value)
-
-
-def test_of_transformers_own_tp_a_gradient_that_is_placed_otherwise_is_named(tmp_path: Path) -> None:
-    """It leaves the embedding's gradient whole on each rank of a table that is cut."""
-    save_model(FAMILY, tmp_path / "model")
-    for said in run_ranks(refused, 2, str(tmp_path / "model"), deadline=120.0):
-        assert said.startswith(
-            "the gradient of model.embed_tokens.weight is (Replicate(),), the parameter (Shard(dim=0)"
-        )
 
 
 def test_the_trainer_takes_the_steps_of_a_loop_written_by_hand(tmp_path: Path) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from trimtab.dispatch.planned import Call
 from trimtab.errors import ConfigError
-from trimtab.plan.layouts import Layout, Machine, meshes, plan_layout, skeleton_of
-from trimtab.plan.stages import Stages
+from trimtab.plan.device import DEVICES
+from trimtab.plan.layouts import Layout, meshes, plan_layout, skeleton_of
+from trimtab.plan.ledger import CATEGORIES
+from trimtab.plan.stages import Points, Stages
 from trimtab.plan.traffic import Traffic, _read
 from trimtab.train.config import Mesh, TrainConfig
-
-CATEGORIES = ("weights", "gradients", "moments", "activations", "exchange", "copies", "gathered", "other")
 
 
 def tiny(**options: Any) -> TrainConfig:
@@ -41,9 +44,11 @@ def layout_of(parts: dict[str, float], *, room: float, **options: Any) -> Layout
     """A layout whose head holds these GB."""
     config = tiny(**options)
     mesh = Mesh.of(config, world=8, num_experts=16)
-    points = {"backward of the head": torch.tensor([[int(parts.get(name, 0) * 1e9) for name in CATEGORIES]])}
+    held = torch.tensor([[int(parts.get(name, 0) * 1e9) for name in CATEGORIES]])
+    points = {"backward of the head": Points([""], held)}
     stages = Stages(points, flops=10**12, moved={"alltoall_base_ of 8": 8 * 10**9})  # type: ignore[arg-type]
-    return Layout(config=config, mesh=mesh, machine=Machine(kind="cpu", bytes=room * 1e9), skew="even", stages=stages)
+    device = replace(DEVICES["cpu"], bytes=room * 1e9)
+    return Layout(config=config, mesh=mesh, device=device, skew="even", stages=stages)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +71,6 @@ def test_what_does_not_fit_says_stage_category_and_switch(
     layout = layout_of(parts, room=8, **options)
     assert layout.left < 0
     assert layout.words.startswith("no, ")
-    import re
-
     assert re.search(said, layout.words), layout.words
     assert layout.as_json()["refused"] == layout.words
 
@@ -76,14 +79,13 @@ def test_the_time_is_a_bound() -> None:
     layout = layout_of({"weights": 1}, room=8)
     assert layout.words == "yes, 7 left"
     assert layout.seconds == pytest.approx(7e9 / 450e9)  # seven eighths leave this rank
-    slow = Machine(kind="cpu", flops=1e12, link=450e9)
-    assert Layout(config=layout.config, mesh=layout.mesh, machine=slow, skew="", stages=layout.stages).seconds == 1.0
+    assert replace(layout, device=replace(DEVICES["cpu"], flops=1e12)).seconds == 1.0
 
 
 def test_a_layout_that_the_run_refuses_is_refused_in_its_words() -> None:
     config = tiny(replicate_experts="0.1", ep=1)
     mesh = Mesh.of(config, world=2, num_experts=16)
-    layout = plan_layout(config, mesh, Machine(), skeleton=skeleton_of(config)[0])
+    layout = plan_layout(config, mesh, DEVICES["cuda"], skeleton=skeleton_of(config)[0])
     assert layout.words.startswith("refused: --replicate-experts 0.1: every rank has all experts (ep 1)")
     assert layout.left < 0
     assert json.loads(json.dumps(layout.as_json()))["refused"] == layout.refused
@@ -99,17 +101,15 @@ def test_skew_of_a_run_is_its_worst_layer_and_step(tmp_path: Path) -> None:
     assert shares[4, 2][0] == 1.0
     assert shares[4, 2][1].tolist() == [0.5, 0.5, 0, 0]
     assert shares[4, 4][0] == 0.5
-    from trimtab.dispatch.planned import Call
-
-    _, received = Traffic(skew=str(metrics))(Call("", 0, tokens=100, top_k=2, experts=4, rank=1, ranks=2))
+    _, received = Traffic(skew=str(metrics))(Call(tokens=100, top_k=2, experts=4, rank=1, ranks=2))
     assert sum(received.slots) == 400
     assert sum(received.rows) == 200
     uneven = tmp_path / "loads.jsonl"
     uneven.write_text(line([30, 20, 30, 20]) + "\n")
-    _, received = Traffic(skew=str(uneven), rank=0)(Call("", 0, tokens=1000, top_k=1, experts=4, rank=0, ranks=4))
+    _, received = Traffic(skew=str(uneven), rank=0)(Call(tokens=1000, top_k=1, experts=4, rank=0, ranks=4))
     assert sum(received.slots) == pytest.approx(1200, rel=0.05)  # 30 % of all slots
     with pytest.raises(ConfigError, match="no layer there has 8 experts"):
-        Traffic(skew=str(uneven))(Call("", 0, tokens=10, top_k=1, experts=8, rank=0, ranks=4))
+        Traffic(skew=str(uneven))(Call(tokens=10, top_k=1, experts=8, rank=0, ranks=4))
 
 
 @pytest.mark.parametrize("content", [None, "", "{}\n", "no json\n", '{"layers": 3}\n'])

@@ -71,15 +71,15 @@ def checkpoints(out: Path) -> list[int]:
 
 def signal_in_step(monkeypatch: pytest.MonkeyPatch, step: int, *numbers: int) -> None:
     """Send them to this process while it takes that step."""
-    forward = MoETrainer._forward
+    compute_loss = MoETrainer.compute_loss
 
-    def signaled(self: MoETrainer, *args: Any) -> Any:
-        if self.state.global_step == step - 1 and self.model.training:
+    def signaled(self: MoETrainer, *args: Any, **options: Any) -> Any:
+        if self.state.global_step == step - 1:
             for number in numbers:
                 os.kill(os.getpid(), number)
-        return forward(self, *args)
+        return compute_loss(self, *args, **options)
 
-    monkeypatch.setattr(MoETrainer, "_forward", signaled)
+    monkeypatch.setattr(MoETrainer, "compute_loss", signaled)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -290,6 +290,31 @@ def test_a_rank_behind_one_that_was_killed_takes_that_for_no_signal_of_the_user(
     assert (result.returncode, ranks_of(out)) == (1, [])
     assert "was ended by SIGKILL" in result.stderr
     assert "the run ends once this step is done" not in result.stderr
+
+
+CHILDREN = """
+import multiprocessing, os, signal, subprocess, sys, time
+from trimtab.processes import heard_by, signals_told
+
+told = signals_told()
+children = [multiprocessing.get_context(way).Process(target=time.sleep, args=(600,)) for way in ("fork", "spawn")]
+for child in children:
+    child.start()
+program = subprocess.Popen(["sleep", "600"])
+time.sleep(3)  # until the spawned one sleeps
+for child in (*children, program):
+    child.terminate()
+assert [child.join(30) or child.exitcode for child in children] == [-signal.SIGTERM] * 2
+assert program.wait(30) == -signal.SIGTERM
+with heard_by(lambda *_: sys.exit(3)):
+    os.kill(os.getpid(), signal.SIGTERM)
+assert os.read(told, 64) == bytes([signal.SIGTERM])  # of this process alone
+"""
+
+
+def test_a_rank_hears_of_sigterm_and_what_it_starts_ends_by_it() -> None:
+    result = run_python("-c", CHILDREN)
+    assert result.returncode == 0, result.stderr
 
 
 def test_where_the_terminal_is_gone_no_rank_writes_to_it(endless: Any) -> None:

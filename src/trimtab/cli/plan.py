@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ GROUPS = ("model", "adapters", "ranks")
 NAMES = ("seq_len", "batch_size", "grad_accum", "optim")
 FIELDS = {o.name for o in OPTIONS if o.metadata["group"] in GROUPS or o.name in NAMES} - {"merge"}
 """Options of `trimtab train` that a step's memory depends on."""
+HOST = 8
+"""Ranks of a host."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,39 +47,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--skew", default="even", metavar="NAME|FILE", help=skews)
     add("--device", default="cuda", choices=("cuda", "cpu"), help="what the ranks have (default cuda)")
     add("--layouts", type=int, default=12, metavar="N", help="try so many layouts of those that divide (default 12)")
-    add(
-        "--tflops",
-        type=float,
-        default=989.0,
-        metavar="X",
-        help="of a rank at the most (default 989, an H100's in bf16)",
-    )
-    add(
-        "--link",
-        type=float,
-        default=450.0,
-        metavar="X",
-        help="GB/s that leave it at the most (default 450)",
-    )
-    add("--per-host", type=int, default=8, metavar="N", help="ranks of a host, for the command (default 8)")
+    flops = "of a rank at the most (default 989, an H100's in bf16)"
+    add("--tflops", type=float, default=989.0, metavar="X", help=flops)
+    add("--link", type=float, default=450.0, metavar="X", help="GB/s that leave it at the most (default 450)")
     add("--out", default="runs/plan", metavar="DIR", help="for plan.json and plan.png (default runs/plan)")
     add_fields(parser, FIELDS)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan; returns 0 if a layout fits, else 1."""
-    counts = options.ranks, options.layouts, options.per_host, options.tflops, options.link, options.gb
+    counts = options.ranks, options.layouts, options.tflops, options.link, options.gb
     if not all(count is None or count > 0 for count in counts):
-        raise ConfigError("--ranks, --gb, --layouts, --tflops, --link and --per-host must be more than 0")
+        raise ConfigError("--ranks, --gb, --layouts, --tflops and --link must be more than 0")
     given = {name: getattr(options, name) for name in sorted(FIELDS) if hasattr(options, name)}
     config = TrainConfig.of(on_this_disk(given)).resolved()
     required("transformers", "trimtab plan", "train")
-    from trimtab.plan.layouts import Machine, meshes, plan_layout, skeleton_of
+    from trimtab.plan.device import DEVICES
+    from trimtab.plan.layouts import meshes, plan_layout, skeleton_of
     from trimtab.plan.picture import draw
-    from trimtab.plan.table import quiet, skew_lines, table
+    from trimtab.plan.table import quiet, table
 
     whole = None if options.gb is None else options.gb * 1e9
-    machine = Machine(kind=options.device, bytes=whole, flops=options.tflops * 1e12, link=options.link * 1e9)
+    rates = {"flops": options.tflops * 1e12, "link": options.link * 1e9}
+    device = replace(DEVICES[options.device], bytes=whole, **rates)
     skeleton, experts = skeleton_of(config)
     every = list(meshes(config, options.ranks, experts))
     if not every:
@@ -87,40 +80,41 @@ def run(options: argparse.Namespace) -> int:
 
     def planned(config: TrainConfig, mesh: Mesh, skew: str) -> Layout:
         with quiet(options.debug):
-            row = plan_layout(config, mesh, machine, skew, skeleton=skeleton)
+            row = plan_layout(config, mesh, device, skew, skeleton=skeleton)
         progress.step()
         return row
 
     rows = [planned(each, mesh, options.skew) for each, mesh in every[: options.layouts]]
     rows.sort(key=lambda row: (bool(row.refused), row.left < 0, row.seconds if row.left >= 0 else -row.left))
-    best, skewed = rows[0], list[Any]()
-    if not best.refused and best.mesh.ep > 1:
+    best, skewed = rows[0], []
+    if best.left >= 0 and best.mesh.ep > 1:
         skewed = [best if skew == options.skew else planned(best.config, best.mesh, skew) for skew in skews]
     progress.close()
-    print(*table(rows, machine), *skew_lines(skewed), sep="\n")
+    print(*table(rows, device), sep="\n")
+    if skewed:
+        fits = [f"{row.skew} {row.peak[1] / 1e9:.2f}{'' if row.left >= 0 else ' (does not fit)'}" for row in skewed]
+        print(f"skew    the first layout, in GB: {', '.join(fits)}")
     if more := len(every) - len(rows):
-        print(
-            f"{more} further layouts divide and were not tried: --layouts {len(every)}, or fix --ep, --tp, --replicate"
-        )
-    found = {"ranks": options.ranks, "gb": options.gb, "layouts": [row.as_json() for row in rows]}
-    found["skew"] = [row.as_json() for row in skewed]
+        fix = "fix --ep, --tp, --replicate"
+        print(f"{more} further layouts divide and were not tried: --layouts {len(every)}, or {fix}")
+    found: dict[str, Any] = {"ranks": options.ranks, "gb": options.gb}
+    found |= {name: [row.as_json() for row in given] for name, given in (("layouts", rows), ("skew", skewed))}
     (out / "plan.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"json    {out / 'plan.json'}")
     if not best.refused:
-        print(f"picture {draw(best, out / 'plan.png') or out / 'plan.png'}")
+        print(f"picture {draw(best, out / 'plan.png')}")
     if best.left >= 0:
-        print(f"run     {command(best, given, options.ranks, options.per_host)}")
+        print(f"run     {command(best, given, options.ranks)}")
     return int(best.left < 0)
 
 
-def command(row: Layout, given: dict[str, Any], ranks: int, per_host: int) -> str:
-    """The command of `trimtab train` that runs a layout."""
+def command(row: Layout, given: dict[str, Any], ranks: int) -> str:
+    """The command of `trimtab train` that runs a layout; of more ranks than `HOST`, on hosts of so many."""
     from trimtab.plan.layouts import LAYOUT
 
-    hosts, local = divmod(ranks, per_host)
     start = ["trimtab", "train", "--nproc", str(ranks)]
-    if hosts > 1 and not local:
-        start = ["torchrun", "--nnodes", str(hosts), "--nproc-per-node", str(per_host), "-m", "trimtab", "train"]
+    if ranks > HOST and ranks % HOST == 0:
+        start = ["torchrun", "--nnodes", str(ranks // HOST), "--nproc-per-node", str(HOST), "-m", *start[:2]]
     for name, value in given.items():
         if name not in LAYOUT:
             start += [flag_of(name)] if value is True else [flag_of(name), str(value)]

@@ -30,10 +30,8 @@ _COUNT = facts.MOVEMENTS.index(("count", "forward"))
 
 
 class Call(NamedTuple):
-    """One rank's call of a layer, whose own number `layer` ends in where it has one; T = tokens, K = top_k."""
+    """One rank's call of a layer; T = tokens, K = top_k."""
 
-    layer: str
-    number: int
     tokens: int
     top_k: int
     experts: int
@@ -87,11 +85,8 @@ class Planned(AllToAll):
         return Handshake(sent=sent, received=received, everyone=[])
 
     def _counts(self, known: list[int]) -> tuple[Moved, Moved]:
-        name = b"".join(value.to_bytes(8, "little", signed=True) for value in known[facts.NAME : facts.COLUMNS])
-        call = Call(
-            layer=name.lstrip(b"\0").decode(errors="replace"), number=known[facts.CALL], tokens=known[facts.TOKENS],
-            top_k=known[facts.TOP_K], experts=known[facts.EXPERTS], rank=self.rank, ranks=self.size,
-        )  # fmt: skip
+        sizes = known[facts.TOKENS], known[facts.TOP_K], known[facts.EXPERTS]
+        call = Call(*sizes, rank=self.rank, ranks=self.size)
         with ThreadPoolExecutor(1) as apart:  # a thread of its own is in none of this one's dispatch modes
             return apart.submit(self.traffic, call).result()
 

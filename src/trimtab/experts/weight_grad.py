@@ -252,7 +252,7 @@ def unchanged(job: WgradJob, reads: Sequence[Tensor]) -> WgradJob:
                 "layer a copy, or call backward_dw() before the buffer is used again",
                 phase="experts",
             )
-        if made is None or (here := torch.cuda.current_stream()) == stream:
+        if stream is None or made is None or (here := torch.cuda.current_stream(stream.device)) == stream:
             return job()
         here.wait_event(made)
         with ReadOn(here):

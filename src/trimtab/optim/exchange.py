@@ -41,25 +41,33 @@ class Cut(NamedTuple):
 
 
 def local_gradient(name: str, param: Tensor) -> Tensor:
-    """This rank's part of a parameter's gradient. Raises InputError where it is another part than the parameter's."""
+    """This rank's part of a parameter's gradient, placed as the parameter is: a Partial one is summed.
+
+    Raises:
+        InputError: it is on another mesh, or another part than the parameter's.
+    """
     grad = param.grad
     assert grad is not None
     placed, own = (t.placements if isinstance(t, DTensor) else None for t in (grad, param))
-    if placed != own and not (own is not None and placed is None and grad.shape == local_part(param).shape):
-        raise InputError(f"the gradient of {name} is {placed}, the parameter {own}: reduce it before the step")
-    return local_part(grad)
+    if placed == own or (own is not None and placed is None and grad.shape == local_part(param).shape):
+        return local_part(grad)
+    if not (isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.device_mesh == param.device_mesh):
+        raise InputError(f"the gradient of {name} is {placed}, the parameter {own}: place it alike before the step")
+    # Such as Partial, of norms under sequence parallel.
+    return local_part(grad.redistribute(placements=param.placements))
 
 
 def cuts_of(name: str, param: Tensor) -> list[Cut]:
     """The mesh dims that cut matrices of a parameter, from the first to the last.
 
     Raises:
-        ConfigError: placements that are not known, or shares that lie apart and are not equal.
+        ConfigError: placements that are not known, or shares that lie apart and are not equal, or are shared out once
+            more: FSDP2 on the dim of a packed projection under TP, where a DTensor says another order than it has.
     """
     if not isinstance(param, DTensor):
         return []
     mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
-    sizes, found = list(param.shape), []
+    sizes, found = list(param.shape), list[Cut]()
     for at, placement in enumerate(param.placements):
         if isinstance(placement, Replicate) or place is None:
             continue
@@ -68,9 +76,11 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
             raise ConfigError(f"{name} is {placement} over {mesh}: Muon takes Shard and Replicate")
         dim, ranks = placement.dim % param.ndim, mesh.size(at)  # type: ignore[attr-defined]
         whole = not dim and param.ndim > 2  # of a stack
-        if pieces > 1 and sizes[dim] % (pieces * ranks) and not whole:
+        again = ranks > 1 and any(cut.dim == dim for cut in found)
+        if pieces > 1 and (sizes[dim] % (pieces * ranks) or again) and not whole:
             raise ConfigError(
-                f"{name} {tuple(param.shape)} is {placement} over {ranks} ranks: its shares are not equal"
+                f"{name} {tuple(param.shape)} is {param.placements} over {mesh}: {placement} must cut equally, and "
+                "no mesh dim before may share that dim out"
             )
         each = -(-sizes[dim] // ranks)
         shares = tuple(max(0, min(each, sizes[dim] - each * rank)) for rank in range(ranks))

@@ -93,8 +93,11 @@ class Muon(torch.optim.Optimizer):
             )
         if adjust_lr_fn not in SCALES or not {router, lora} <= {"adamw", "muon"}:
             raise ConfigError(f"{adjust_lr_fn=} is one of {tuple(SCALES)}, {router=} and {lora=} of ('adamw', 'muon')")
-        if min(float(lr), weight_decay, momentum, eps, *betas) < 0 or max(momentum, *betas) >= 1:
-            raise ConfigError(f"{lr=}, {weight_decay=} and {eps=} are at least 0, {momentum=} and {betas=} in [0, 1)")
+        own = lr if adamw_lr is None else adamw_lr
+        if min(float(lr), float(own), weight_decay, momentum, eps, *betas) < 0 or max(momentum, *betas) >= 1:
+            raise ConfigError(
+                f"{lr=}, {adamw_lr=}, {weight_decay=} and {eps=} are at least 0, {momentum=} and {betas=} in [0, 1)"
+            )
         self.newton_schulz, self.coefficients, self.ns_dtype = newton_schulz, tuple(coefficients), ns_dtype
         self.low_bits = low_bits
         self._find = partial(find_matrices, model, router=router, lora=lora, layouts=layouts)
@@ -104,7 +107,6 @@ class Muon(torch.optim.Optimizer):
             if param.requires_grad:
                 muons = found.layout is not None
                 groups[muons, muons or (param.ndim > 1 and not found.name.endswith("bias"))].append(param)
-        own = lr if adamw_lr is None else adamw_lr
         super().__init__(
             [
                 {
@@ -200,10 +202,10 @@ class Muon(torch.optim.Optimizer):
         """A parameter's state; at first zeros under these names, in float32 where there are low bits beside it."""
         state: dict[str, Any] = self.state[param]
         if not state:
-            narrow = self.low_bits and param.dtype == torch.bfloat16
-            state |= {name: torch.zeros_like(param, dtype=torch.float32 if narrow else None) for name in names}
-            if narrow:
-                state["low_bits"] = torch.zeros_like(param, dtype=torch.int16)
+            state |= {name: torch.zeros_like(param) for name in names}
+        if self.low_bits and param.dtype == torch.bfloat16 and "low_bits" not in state:  # or resumed without
+            state |= {name: state[name].float() for name in names}
+            state["low_bits"] = torch.zeros_like(param)
         return state
 
     def _orthogonalize(self, updates: Sequence[Tensor], layout: Layout) -> None:
@@ -249,11 +251,16 @@ class Muon(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but tensors keep the dtype that they were saved in."""
-        super().load_state_dict(state_dict)
+        kept: dict[str, Any] = {}  # what the user's hooks make of it
+        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: kept.update(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
         params = [param for group in self.param_groups for param in group["params"]]
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        numbers = [number for group in kept["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, params, strict=True):
-            tensors = {k: v for k, v in state_dict["state"].get(number, {}).items() if isinstance(v, Tensor)}
+            tensors = {k: v for k, v in kept["state"].get(number, {}).items() if isinstance(v, Tensor)}
             self.state[param] |= {name: value.to(param.device) for name, value in tensors.items()}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from trimtab.convert.layouts import experts_modules
 from trimtab.dispatch.options import COPY_COST, ExchangeOptions
 from trimtab.dispatch.planned import NAME, planned
 from trimtab.errors import ConfigError, TrimtabError, first_line
-from trimtab.plan.device import DEVICES, Device
+from trimtab.plan.device import Device
 from trimtab.plan.stages import Stages, extrapolated, few_layers, kinds_of, measure
 from trimtab.plan.traffic import Traffic
 from trimtab.plan.trained import trained
@@ -23,30 +23,8 @@ from trimtab.train.config import Mesh, TrainConfig, flag_of
 from trimtab.train.loading import build_model
 from trimtab.train.models import check_model, inspect
 
-STATES = ("weights", "moments", "gradients")
 LAYOUT = ("ep", "fsdp", "tp", "replicate", "gradient_checkpointing")
 """What tells layouts of one run apart."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What a rank has. kind: of `DEVICES`. bytes: its memory, None for as much as it takes. flops, link: FLOPs, and
-    bytes that leave it, in a second at the most."""
-
-    kind: str = "cuda"
-    bytes: float | None = None
-    flops: float = 989e12
-    link: float = 450e9
-
-    @property
-    def device(self) -> Device:
-        return DEVICES[self.kind]
-
-    @property
-    def room(self) -> float:
-        """Bytes for tensors: less what lies outside of the allocator, and what is left to fragmentation."""
-        whole = float("inf") if self.bytes is None else self.bytes
-        return whole * (1 - self.device.free) - self.device.added
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +33,7 @@ class Layout:
 
     config: TrainConfig
     mesh: Mesh
-    machine: Machine
+    device: Device
     skew: str
     stages: Stages | None = None
     refused: str = ""
@@ -70,7 +48,7 @@ class Layout:
     @property
     def left(self) -> float:
         """Bytes that are left at the peak; below 0 for a layout that does not fit."""
-        return float("-inf") if self.stages is None else self.machine.room - self.peak[1]
+        return float("-inf") if self.stages is None else self.device.room - self.peak[1]
 
     @property
     def seconds(self) -> float:
@@ -81,7 +59,7 @@ class Layout:
         for name, count in self.stages.moved.items():
             ranks = int(name.rpartition(" ")[2])
             away += count * (ranks - 1) / ranks * (2 if "reduce_" in name and "scatter" not in name else 1)
-        return max(self.stages.flops / self.machine.flops, away / self.machine.link)
+        return max(self.stages.flops / self.device.flops, away / self.device.link)
 
     @property
     def words(self) -> str:
@@ -89,7 +67,7 @@ class Layout:
         if self.refused:
             return f"refused: {self.refused}"
         if self.left >= 0:
-            return "yes" if self.machine.bytes is None else f"yes, {self.left / 1e9:.3g} left"
+            return "yes" if self.device.bytes is None else f"yes, {self.left / 1e9:.3g} left"
         stage, _, parts = self.peak
         category, switch = self._remedy(parts)
         return f"no, {-self.left / 1e9:.3g} too much: {category} {parts[category] / 1e9:.3g} in the {stage}; {switch}"
@@ -100,18 +78,16 @@ class Layout:
         smaller = f"--batch-size {config.batch_size // 2}" if config.batch_size > 1 else "a shorter --seq-len"
         shared = mesh.fsdp * mesh.tp
         more = next((n for n in range(mesh.ep + 1, shared + 1) if shared % n == 0), None)
+        fewer = "more ranks" if config.quantize else f"more ranks, or --{'quantize nf4' if config.lora else 'lora 16'}"
+        states = "--replicate 1" if mesh.replicate > 1 else fewer
         switches = {
             "activations": smaller if config.gradient_checkpointing else "--gradient-checkpointing",
             "gathered": smaller if more is None else f"--ep {more}",
             "exchange": "--replicate-experts 0.1" if config.replicate_experts == "off" and mesh.ep > 1 else smaller,
             "other": smaller,
             "copies": smaller,
+            **dict.fromkeys(("weights", "moments", "gradients"), states),
         }
-        fewer = "more ranks" if config.lora else "more ranks, or --lora 16"
-        fewer = "--replicate 1" if mesh.replicate > 1 else fewer
-        if config.lora and not config.quantize:
-            fewer += ", or --quantize nf4"
-        switches |= dict.fromkeys(STATES, fewer)
         again = 0 if config.gradient_checkpointing else parts["exchange"] + parts["copies"]  # which go with them
         held = parts | {"activations": parts["activations"] + again}
         enough = [name for name in switches if held[name] >= -self.left]
@@ -130,7 +106,7 @@ class Layout:
         if self.stages is None:
             return told | {"refused": self.refused}
         stage, most, _ = self.peak
-        told |= {"peak": most, "at": stage, "stages": self.stages.parts, "outside": dict(self.machine.device.outside)}
+        told |= {"peak": most, "at": stage, "stages": self.stages.parts, "outside": dict(self.device.outside)}
         told |= {"at least seconds": self.seconds, "flops": self.stages.flops, "moved": dict(self.stages.moved)}
         return told | ({} if self.left >= 0 else {"refused": self.words})
 
@@ -154,11 +130,8 @@ def meshes(config: TrainConfig, ranks: int, num_experts: int) -> Iterator[tuple[
             continue
 
 
-def plan_layout(
-    config: TrainConfig, mesh: Mesh, machine: Machine, skew: str = "even", *, skeleton: Any, whole: bool = False
-) -> Layout:
-    """Plan one layout of the run of `config`, which is resolved. skeleton: of `skeleton_of`. whole: with all its layers
-    at once, not from few of them.
+def plan_layout(config: TrainConfig, mesh: Mesh, device: Device, skew: str = "even", *, skeleton: Any) -> Layout:
+    """Plan one layout of the run of `config`, which is resolved. skeleton: of `skeleton_of`.
 
     Raises:
         ConfigError: there is a process group; `skew` is none.
@@ -167,17 +140,17 @@ def plan_layout(
     traffic = Traffic(skew=skew, replication=options.replication)
 
     def run(chosen: Sequence[int]) -> Stages:
-        with World(mesh.world) as world, planned(traffic, rounds=machine.kind == "cpu"):
+        with World(mesh.world) as world, planned(traffic, rounds=device.kind == "cpu"):
             model = build_model(few_layers(skeleton.config, chosen), config, mesh, transport=NAME)
             world.fill(model)
-            kernels = kernels_without_values(config.kernels, machine.kind)
-            return measure(model, trained(model, config, mesh), world, device=machine.device, kernels=kernels)
+            kernels = kernels_without_values(config.kernels, device.kind)
+            return measure(model, trained(model, config, mesh), world, device=device, kernels=kernels)
 
-    found: dict[str, Any] = {"config": config, "mesh": mesh, "machine": machine, "skew": skew}
+    found: dict[str, Any] = {"config": config, "mesh": mesh, "device": device, "skew": skew}
     kinds = kinds_of(skeleton)
     try:
         check_model(config, skeleton, mesh, ())
-        return Layout(**found, stages=run(range(len(kinds))) if whole else extrapolated(kinds, run))
+        return Layout(**found, stages=extrapolated(kinds, run))
     except TrimtabError as error:
         return Layout(**found, refused=error.message)
     except (ValueError, RuntimeError, NotImplementedError) as error:  # of what transformers does not shard so

@@ -33,17 +33,17 @@ from trimtab.kernels.choose import name_of
 from trimtab.operators import KERNELS
 
 CATEGORIES = ("weights", "gradients", "moments", "activations", "exchange", "copies", "gathered", "other")
-EXCHANGES = ("alltoall", "all_to_all")
-GATHERS = ("allgather", "all_gather", "reduce_scatter")
-"""Parts of names of operators by which rows, and parameters and gradients, travel."""
+TRAVELS = dict.fromkeys(("alltoall", "all_to_all"), "exchange")
+TRAVELS |= dict.fromkeys(("allgather", "all_gather", "reduce_scatter"), "gathered")
+"""Categories of what travels, by parts of names of operators."""
 FORWARD = "forward"
 """How phases begin that leave activations."""
 
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """size: as it counts, nothing for one that was there before; nbytes: as it is. born, died: times; died is None
-    while it lives. phase: the number of the phase. known: the category that it was said to be of, or ""."""
+    """size: as it counts, 0 for one that was there before; nbytes: as it is. born, died: times; died is None while it
+    lives. phase: the number of the phase. known: the category that it was said to be of, or ""."""
 
     size: int
     nbytes: int
@@ -51,11 +51,7 @@ class Storage:
     operator: str
     phase: int
     known: str = ""
-    counted: bool = True
     died: int | None = None
-
-    def alive(self, at: int) -> bool:
-        return self.born <= at and (self.died is None or at < self.died)
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -114,8 +110,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = self._meet(local, "", counts=False)
                 if storage is not None and category:
                     storage.known = category
-                    if not storage.counted:
-                        self._resized(local.untyped_storage(), "", known=category, again=True)
+                    if not storage.size:
+                        self._resized(local.untyped_storage(), "", again=True)
 
     def peak(self, since: int = 0, until: int | None = None) -> tuple[int, int]:
         """The most bytes alive between two times, and when that was first."""
@@ -123,31 +119,23 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         at = max(range(first, max(last, first + 1)), key=lambda time: self._alive[time]) if self._alive else 0
         return self._alive[at] if self._alive else 0, at
 
-    def curve(self) -> list[int]:
-        """Bytes alive, by time."""
-        return list(self._alive)
-
     def categories(self, at: int) -> dict[str, int]:
         """Bytes alive at a time, by what they are for."""
-        found: Counter[str] = Counter(dict.fromkeys(CATEGORIES, 0))
-        for storage in self.storages:
-            if storage.alive(at):
-                found[self.category(storage)] += storage.size
-        return dict(found)
+        return dict(zip(CATEGORIES, self.by_category()[at].tolist(), strict=True))
 
     def by_category(self) -> Tensor:
         """Bytes alive, [time, category] int64."""
         changes = torch.zeros(self.clock + 1, len(CATEGORIES), dtype=torch.int64)
-        born, died = ([getattr(s, name) for s in self.storages] for name in ("born", "died"))
         column = torch.tensor([CATEGORIES.index(self.category(s)) for s in self.storages])
         size = torch.tensor([s.size for s in self.storages])
-        last = torch.tensor([self.clock if at is None else at for at in died])
-        changes.index_put_((torch.tensor(born), column), size, accumulate=True)
-        changes.index_put_((last, column), -size, accumulate=True)
+        died = torch.tensor([self.clock if s.died is None else s.died for s in self.storages])
+        changes.index_put_((torch.tensor([s.born for s in self.storages]), column), size, accumulate=True)
+        changes.index_put_((died, column), -size, accumulate=True)
         return changes[:-1].cumsum(0)
 
     def biggest(self, at: int, count: int = 10) -> list[Storage]:
-        return sorted((s for s in self.storages if s.alive(at)), key=lambda s: -s.size)[:count]
+        alive = [s for s in self.storages if s.born <= at and (s.died is None or at < s.died)]
+        return sorted(alive, key=lambda s: -s.size)[:count]
 
     def category(self, storage: Storage) -> str:
         """As it was said to be, or else of the operator that made it; what a forward leaves are activations."""
@@ -208,7 +196,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [*_tensors(result)]
         for tensor in made:
             self._meet(tensor, name)
-        travels = "exchange" if _any(EXCHANGES, name) else "gathered" if _any(GATHERS, name) else ""
+        travels = next((kind for part, kind in TRAVELS.items() if part in name), "")
         for tensor in given if schema.is_mutable else ():
             self._resized(tensor.untyped_storage(), name)
         for tensor in (*given, *made) if travels else ():
@@ -255,7 +243,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del self._refs[key]
         self._die(self._living.pop(key))
 
-    def _resized(self, held: torch.UntypedStorage, name: str, known: str = "", again: bool = False) -> None:
+    def _resized(self, held: torch.UntypedStorage, name: str, known: str = "", *, again: bool = False) -> None:
         """A storage of another size is another one."""
         key, size = _key(held), held.nbytes()
         before = self._living.get(key)
@@ -265,7 +253,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _born(self, nbytes: int, counted: int, name: str, known: str = "") -> Storage:
         size = -(-counted // self._rounding) * self._rounding
-        storage = Storage(size, nbytes, self.clock, name, len(self.phases) - 1, known, counted > 0 or nbytes == 0)
+        storage = Storage(size, nbytes, self.clock, name, len(self.phases) - 1, known)
         self.storages.append(storage)
         self._count(size)
         return storage
@@ -290,7 +278,3 @@ def _tensors(of: Any) -> Iterator[Tensor]:
     elif isinstance(of, list | tuple | dict):
         for each in of.values() if isinstance(of, dict) else of:
             yield from _tensors(each)
-
-
-def _any(parts: Iterable[str], name: str) -> bool:
-    return any(part in name for part in parts)

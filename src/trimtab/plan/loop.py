@@ -14,7 +14,7 @@ from trimtab.dispatch.options import COPY_COST, ExchangeOptions, Replication
 from trimtab.dispatch.planned import planned
 from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.plan.device import DEVICES
-from trimtab.plan.ledger import Ledger, Storage
+from trimtab.plan.ledger import Ledger
 from trimtab.plan.traffic import Traffic
 from trimtab.plan.without_values import World
 
@@ -22,13 +22,12 @@ from trimtab.plan.without_values import World
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """peak: the most bytes of tensors that were alive. parts: of these, by what they were for. biggest: their largest
-    storages, each with its size, operator and category. curve: bytes alive, after each birth and death.
+    storages, each with its size, operator and category.
     """
 
     peak: int
     parts: dict[str, int]
     biggest: list[tuple[int, str, str]]
-    curve: list[int]
 
 
 def plan_memory(
@@ -74,9 +73,5 @@ def plan_memory(
             for hook in hooks:
                 hook.remove()
     peak, at = ledger.peak()
-
-    def told(storage: Storage) -> tuple[int, str, str]:
-        return storage.size, storage.operator, ledger.category(storage)
-
-    biggest = [told(storage) for storage in ledger.biggest(at)]
-    return MemoryPlan(peak=peak, parts=ledger.categories(at), biggest=biggest, curve=ledger.curve())
+    biggest = [(storage.size, storage.operator, ledger.category(storage)) for storage in ledger.biggest(at)]
+    return MemoryPlan(peak=peak, parts=ledger.categories(at), biggest=biggest)

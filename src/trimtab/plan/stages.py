@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,25 +51,26 @@ class Step:
     grad_accum: int = 1
 
 
-Points = tuple[list[str], Tensor]
-"""Operators' names, and their bytes [operator, category]."""
+class Points(NamedTuple):
+    """Names of operators, and the bytes at the most from each to the next one, [operator, category]."""
+
+    names: list[str]
+    bytes: Tensor
 
 
 @dataclass(frozen=True)
 class Stages:
-    """points: the bytes of each stage [operator, category], at the most from each of its operators to the next one.
-    flops: of the step. moved: bytes that each collective is given in the step. names: of each stage's operators."""
+    """points: of each stage. flops: of the step. moved: bytes that each collective is given in the step."""
 
-    points: dict[str, Tensor]
+    points: dict[str, Points]
     flops: int
     moved: Counter[str]
-    names: dict[str, list[str]] = field(default_factory=dict)
     ledger: Ledger | None = field(default=None, repr=False)
 
     @property
     def parts(self) -> dict[str, dict[str, int]]:
         """stage -> category -> bytes, where the stage has the most."""
-        tops = {name: points[points.sum(1).argmax()] for name, points in self.points.items()}
+        tops = {name: points.bytes[points.bytes.sum(1).argmax()] for name, points in self.points.items()}
         return {name: dict(zip(CATEGORIES, top.tolist(), strict=True)) for name, top in tops.items()}
 
     @property
@@ -123,10 +125,8 @@ def measure(
     model: nn.Module, step: Step, world: World, *, device: Device = DEVICES["cpu"], kernels: Backend | None = None
 ) -> Stages:
     """The stages of the second step of a model that was filled: the first one makes moments. kernels: see `Ledger`."""
-    layers, ledger = layers_of(model), Ledger(
-        rounding=device.rounding, kernels=kernels or GroupedMMBackend(), holds=device.holds
-    )  # fmt: skip
-    hooks = [*_hooked(layers, _names(model, layers), ledger)]
+    ledger = Ledger(rounding=device.rounding, kernels=kernels or GroupedMMBackend(), holds=device.holds)
+    hooks = _hooked(model, ledger)
     model.train()
     with world.running(), ledger:
         ledger.know([*model.parameters(), *model.buffers()], "weights")
@@ -140,9 +140,9 @@ def measure(
         begin = _step(model, step, optimizer, ledger)
     for hook in hooks:
         hook.remove()
-    found = {name: _points(ledger, *times) for name, times in _stages(ledger, begin)}
-    names, points = ({name: pair[0] for name, pair in found.items()}, {name: pair[1] for name, pair in found.items()})
-    return Stages(points, ledger.flops - before, ledger.moved, names, ledger)
+    spans = [(name, since, until) for (name, since), (_, until) in pairwise(ledger.phases[begin:])]
+    points = {name: _points(ledger, *times) for name, *times in spans if name not in (LAYERS, BETWEEN)}
+    return Stages(points, ledger.flops - before, ledger.moved, ledger)
 
 
 def _step(model: nn.Module, step: Step, optimizer: torch.optim.Optimizer, ledger: Ledger) -> int:
@@ -176,29 +176,22 @@ def _names(model: Any, layers: Sequence[nn.Module]) -> dict[int, str]:
     return found | {last: "backward of the last layer"} | {0: "backward of the first layer"}
 
 
-def _hooked(layers: Sequence[nn.Module], names: dict[int, str], ledger: Ledger) -> Iterable[Any]:
+def _hooked(model: nn.Module, ledger: Ledger) -> list[Any]:
     """Have the ledger's phases follow the layers; a recompute's forward is part of the backward."""
+    layers = layers_of(model)
+    names = _names(model, layers)
 
     def enter(*_: Any) -> None:
         if ledger.phase == LAYERS:
             ledger.phase = FORWARD
 
-    def leave(name: str, output: Any) -> None:
+    def leave(name: str, _module: Any, _args: Any, output: Any) -> None:
         tensor = output if isinstance(output, Tensor) else output[0]
         if ledger.phase.startswith(FORWARD) and tensor.requires_grad:
             tensor.register_hook(lambda _: setattr(ledger, "phase", name))
 
-    yield layers[-1].register_forward_pre_hook(enter)
-    for i, layer in enumerate(layers):
-        name = names.get(i, BETWEEN)
-        yield layer.register_forward_hook(lambda _module, _args, output, name=name: leave(name, output))
-
-
-def _stages(ledger: Ledger, begin: int) -> Iterable[tuple[str, tuple[int, int]]]:
-    """Each stage's begin and end, from a phase on."""
-    for (name, since), (_, until) in pairwise(ledger.phases[begin:]):
-        if name not in (LAYERS, BETWEEN):
-            yield name, (since, until)
+    hooks = [each.register_forward_hook(partial(leave, names.get(i, BETWEEN))) for i, each in enumerate(layers)]
+    return [layers[-1].register_forward_pre_hook(enter), *hooks]
 
 
 def _points(ledger: Ledger, since: int, until: int) -> Points:
@@ -206,7 +199,7 @@ def _points(ledger: Ledger, since: int, until: int) -> Points:
     first, last = (bisect_left(ledger.calls, (time, "")) for time in (since, until))
     calls = [(since, ""), *ledger.calls[first:last], (until, "")]
     times = [ledger.peak(begin, end)[1] for (begin, _), (end, _) in pairwise(calls)]
-    return [name for _, name in calls[:-1]], ledger.by_category()[times]
+    return Points([name for _, name in calls[:-1]], ledger.by_category()[times])
 
 
 def extrapolated(kinds: Sequence[Hashable], run: Callable[[Sequence[int]], Stages]) -> Stages:
@@ -219,29 +212,27 @@ def extrapolated(kinds: Sequence[Hashable], run: Callable[[Sequence[int]], Stage
     own = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in counts}
     ends = {i for places in own.values() for i in (*places[:KEPT], *places[-KEPT:])}
     base = run(sorted(ends))
-    points, names = dict(base.points), dict(base.names)
-    flops, moved = base.flops, Counter(base.moved)
+    points, flops, moved = dict(base.points), base.flops, Counter(base.moved)
     for places in own.values():
         inner = [i for i in places if i not in ends]
         if not inner:
             continue
         more, times = run(sorted({*ends, inner[0]})), len(inner)
         for name, few in base.points.items():
-            pairs = (names[name], points[name]), (base.names[name], few), (more.names[name], more.points[name])
-            names[name], points[name] = _added(*pairs, times)
+            points[name] = _added(points[name], few, more.points[name], times)
         flops += times * (more.flops - base.flops)
         for name in more.moved:
             moved[name] += times * (more.moved[name] - base.moved[name])
-    if any(bool((part < 0).any()) for part in points.values()):
+    if any(bool((part.bytes < 0).any()) for part in points.values()):
         return run(range(len(kinds)))  # no fixed places
-    return Stages(points, flops, moved, names, base.ledger)
+    return Stages(points, flops, moved, base.ledger)
 
 
 def _added(whole: Points, few: Points, more: Points, times: int) -> Points:
     """Operator by operator where they are the same ones, else at the most of all of a name."""
-    if not whole[0] == few[0] == more[0]:
+    if not whole.names == few.names == more.names:
         whole, few, more = map(_by_name, (whole, few, more))
-    return whole[0], whole[1] + times * (more[1] - few[1])
+    return Points(whole.names, whole.bytes + times * (more.bytes - few.bytes))
 
 
 def _by_name(points: Points) -> Points:
@@ -250,4 +241,4 @@ def _by_name(points: Points) -> Points:
         if name not in tops or row.sum() > tops[name].sum():
             tops[name] = row
     names = sorted(tops)
-    return names, torch.stack([tops[name] for name in names])
+    return Points(names, torch.stack([tops[name] for name in names]))

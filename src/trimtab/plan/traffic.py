@@ -11,7 +11,6 @@
     rotating           the experts of the next rank in every token's choice: all ranks alike, all tokens leave
     burst              hot_rank for half of the tokens, random for the others
     zero_expert_rank   the last rank's experts get nothing (of one rank: the last quarter of its experts)
-    source_ragged      balanced, but rank r holds r + 1 shares of the tokens
 
 Legend: T local tokens, K experts per token, E experts, P ranks, e = E / P.
 """
@@ -19,7 +18,6 @@ Legend: T local tokens, K experts per token, E experts, P ranks, e = E / P.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,54 +32,34 @@ from trimtab.layout import experts_per_rank
 from trimtab.routing.loads import read_metrics
 from trimtab.routing.scores import count_ids
 
-WORKLOADS = (
-    "balanced", "random", "zipf", "hot", "hot_rank", "spread", "rotating", "burst", "zero_expert_rank", "source_ragged",
+SKEWS = (
+    "even", "worst", "balanced", "random", "zipf", "hot", "hot_rank", "spread", "rotating", "burst", "zero_expert_rank",
 )  # fmt: skip
-SKEWS = ("even", "worst", *WORKLOADS[:-1])
-"""Names of `Traffic`; how many tokens a rank holds is the run's own."""
-WANTED = 1e6
+"""Names of `Traffic`; all but the first two are drawn."""
+WANTED = 1e30
 """Odds of an expert that is chosen before others."""
 
 
-def token_counts(workload: str, tokens: int, ranks: int) -> tuple[int, ...]:
-    """[P] tokens of each rank; `tokens` per rank on average."""
-    if workload != "source_ragged":
-        return (tokens,) * ranks
-    shares, total = ranks * (ranks + 1) // 2, tokens * ranks
-    counts = [total * (rank + 1) // shares for rank in range(ranks)]
-    counts[-1] += total - sum(counts)
-    return tuple(counts)
-
-
-def draw(workload: str, tokens: int, top_k: int, num_experts: int, *, rank: int = 0, ranks: int = 1) -> Tensor:
-    """[T, K] int64 expert ids of one rank, K different ones per token.
-
-    tokens: per rank on average, see `token_counts`. Raises ConfigError for a name or sizes that do not fit.
-    """
-    if workload not in WORKLOADS:
-        raise ConfigError(f"workload {workload!r} is not one of {', '.join(WORKLOADS)}")
-    g = torch.Generator().manual_seed(1000 + rank)
-    count, e = token_counts(workload, tokens, ranks)[rank], experts_per_rank(num_experts, ranks)
-    odds_E = torch.ones(num_experts)
-    if workload in ("balanced", "source_ragged"):
-        return _balanced(count, top_k, num_experts, g)
-    if workload == "zipf":
+def draw(skew: str, tokens: int, top_k: int, num_experts: int, *, rank: int = 0, ranks: int = 1) -> Tensor:
+    """[T, K] int64 expert ids of one rank, K different ones per token. Raises ConfigError for sizes that do not fit."""
+    g, e = torch.Generator().manual_seed(1000 + rank), experts_per_rank(num_experts, ranks)
+    if skew == "balanced":
+        return _balanced(tokens, top_k, num_experts, g)
+    odds_E, following = torch.ones(num_experts), (rank + 1) % ranks * e
+    wanted = {
+        "hot": slice(1), "hot_rank": slice(e), "burst": slice(e), "spread": slice(None, None, e),
+        "rotating": slice(following, following + e),
+    }  # fmt: skip
+    if skew in wanted:
+        odds_E[wanted[skew]] = WANTED
+    elif skew == "zipf":
         popular_E = torch.randperm(num_experts, generator=torch.Generator().manual_seed(7))
         odds_E[popular_E] = 1.0 / torch.arange(1, num_experts + 1)
-    elif workload == "hot":
-        odds_E[0] = torch.inf
-    elif workload in ("hot_rank", "burst"):
-        odds_E[:e] = WANTED
-    elif workload == "spread":
-        odds_E[::e] = WANTED
-    elif workload == "rotating":
-        odds_E[(rank + 1) % ranks * e :][:e] = WANTED
-    elif workload == "zero_expert_rank":
-        idle = e if ranks > 1 else num_experts // 4
-        odds_E[num_experts - idle :] = 0.0
+    elif skew == "zero_expert_rank":
+        odds_E[num_experts - (e if ranks > 1 else num_experts // 4) :] = 0.0
     if int((odds_E > 0).sum()) < top_k:
-        raise ConfigError(f"workload {workload!r} leaves fewer than {top_k} of {num_experts} experts")
-    return _drawn(odds_E, count, top_k, g, every=2 if workload == "burst" else 1)
+        raise ConfigError(f"{skew!r} leaves fewer than {top_k} of {num_experts} experts")
+    return _drawn(odds_E, tokens, top_k, g, every=2 if skew == "burst" else 1)
 
 
 def _drawn(odds_E: Tensor, tokens: int, top_k: int, g: torch.Generator, every: int = 1) -> Tensor:
@@ -99,12 +77,6 @@ def _balanced(tokens: int, top_k: int, num_experts: int, g: torch.Generator) -> 
         raise ConfigError(f"{top_k} of {num_experts} experts per token cannot be chosen")
     decks = torch.rand(-(-tokens // hands), num_experts, generator=g).argsort(1)
     return decks[:, : hands * top_k].reshape(-1, top_k)[:tokens].contiguous()
-
-
-def lane_rows(ids_TK: Tensor, num_experts: int, ranks: int) -> list[int]:
-    """[P] rows that go to each rank: one per (token, rank that owns one of its experts)."""
-    owner_TK = ids_TK // experts_per_rank(num_experts, ranks)
-    return [int((owner_TK == rank).any(1).sum()) for rank in range(ranks)]
 
 
 Shares = dict[tuple[int, int], tuple[float, Tensor]]
@@ -135,13 +107,9 @@ class Traffic:
             self._shares.update(_read(Path(self.skew)))
 
     def __call__(self, call: Call) -> tuple[Moved, Moved]:
-        alike = call._replace(layer="", number=0)
-        if alike not in self._made:
-            how: Callable[[Call], tuple[Moved, Moved]] = {"even": _even, "worst": self._worst}.get(
-                self.skew, self._from_ids
-            )
-            self._made[alike] = how(call)
-        return self._made[alike]
+        if call not in self._made:
+            self._made[call] = {"even": _even, "worst": self._worst}.get(self.skew, self._from_ids)(call)
+        return self._made[call]
 
     def _worst(self, call: Call) -> tuple[Moved, Moved]:
         """Each number at its most by itself. With a tolerance no rank computes more slots than that; one holds at most
@@ -205,17 +173,13 @@ def _read(path: Path) -> Shares:
     found: Shares = {}
     try:
         for record in read_metrics(path):
-            loads: dict[int, list[list[int]]] = {}
             for layer in record["layers"].values():
-                loads.setdefault(len(layer["tokens_per_expert"]), []).append(layer["tokens_per_expert"])
-            for experts, of_layers in loads.items():
-                load_nE = torch.tensor(of_layers, dtype=torch.float64)
-                share_nE = load_nE / load_nE.sum(1, keepdim=True).clamp_min(1)
+                load_E = torch.tensor(layer["tokens_per_expert"], dtype=torch.float64)
+                share_E, experts = load_E / load_E.sum().clamp_min(1), len(load_E)
                 for ranks in (n for n in range(1, experts + 1) if experts % n == 0):
-                    most_n = share_nE.view(len(of_layers), ranks, -1).sum(2).amax(1)
-                    most, at = float(most_n.max()), int(most_n.argmax())
+                    most = float(share_E.view(ranks, -1).sum(1).max())
                     if most > found.get((experts, ranks), (0.0,))[0]:
-                        found[experts, ranks] = most, share_nE[at]
+                        found[experts, ranks] = most, share_E
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--skew {path}: neither {', '.join(SKEWS)} nor a metrics.jsonl or loads.jsonl of a run "

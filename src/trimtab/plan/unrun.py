@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trimtab.kernels.api import Backend
-from trimtab.kernels.buffer_pool import HostBufferPool
 from trimtab.kernels.choose import names_for
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.torch_mm import GroupedMMBackend
@@ -23,13 +22,6 @@ def kernels_without_values(name: str, kind: str) -> Backend:
     return GroupedMMBackend()
 
 
-class NoPool(HostBufferPool):
-    """Memory of PyTorch's own, which may be fake."""
-
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-
-
 class UnrunKernels(CompiledKernels):
     """For `Ledger(kernels=)` and tensors without values, whose rows fall evenly on the experts.
 
@@ -39,7 +31,7 @@ class UnrunKernels(CompiledKernels):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.pool = NoPool()
+        self.pool: Any = SimpleNamespace(empty=torch.empty)  # of PyTorch's own memory, which may be fake
 
     def fault_by(self, find: Callable[[CompiledKernels], str | None], asked: Hashable) -> str | None:
         """None: nothing is computed."""

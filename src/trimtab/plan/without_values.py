@@ -11,9 +11,7 @@ The group is of torch's "fake" backend: every collective returns at once and mov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,26 +64,20 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Tensors that are made have no values."""
-        with self.mode:
-            yield
+    def running(self) -> WithoutValues:
+        """The mode, a context manager in which tensors that are made have no values."""
+        return self.mode
 
     def fill(self, model: nn.Module) -> None:
         """Put fake tensors in the place of all parameters and buffers of a model, also of what FSDP2 has sharded."""
-        made: dict[int, Any] = {}
-
-        def fake(t: Tensor) -> Tensor:
-            if id(t) not in made:
-                made[id(t)] = self._fake(t), t
-            return cast(Tensor, made[id(t)][0])
-
+        fake: dict[Tensor, Any] = {}  # by identity, so that shared ones stay so
         for module in model.modules():
-            for held in cast(list[dict[str, Any]], [module._parameters, module._buffers]):
+            held: dict[str, Any]
+            for held in (module._parameters, module._buffers):
                 for name, tensor in held.items():
-                    if tensor is not None:
-                        held[name] = fake(tensor)
+                    if tensor is not None and tensor not in fake:
+                        fake[tensor] = self._fake(tensor)
+                    held[name] = None if tensor is None else fake[tensor]
         for module in model.modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
             with self.mode:

@@ -75,9 +75,8 @@ def exact_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     float32."""
     x_pTD, weight_pED = _parts(x_TD), _parts(weight_ED)
     y = torch.mm(x_pTD.flatten(0, 1), weight_pED.flatten(0, 1).T, out_dtype=torch.float32)
-    if y.shape == (len(x_TD), len(weight_ED)):
-        return y
-    return y.view(*x_pTD.shape[:2], *weight_pED.shape[:2]).sum((0, 2))
+    parts = *x_pTD.shape[:2], *weight_pED.shape[:2]
+    return y if parts[0] == parts[2] == 1 else y.view(parts).sum((0, 2))
 
 
 class _Logits(Function):

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from trimtab.errors import ConfigError, PeerLost, PhaseTimeout, TrimtabError, first_line
 from trimtab.extras import lacking
-from trimtab.processes import Interrupted, cores, group_size, module_arguments, signals_raise
+from trimtab.processes import Interrupted, cores, group_size, module_arguments, signals_raise, signals_told
 from trimtab.train.autosave import TWICE, first_signal_noted
 from trimtab.train.config import TrainConfig
 from trimtab.train.plan import DATA, Plan, plan_run
@@ -167,8 +167,7 @@ def _run_rank(config: TrainConfig, launcher: int | None = None, stop: Path | Non
         signal.signal(number, signal.SIG_DFL)  # whoever stops the group speaks for it
     try:
         if launcher is not None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # in all threads to come: `_follow` hears it
-            threading.Thread(target=_follow, args=(launcher, stop), daemon=True).start()
+            threading.Thread(target=_follow, args=(launcher, stop, signals_told()), daemon=True).start()
         plan = plan_run(config, int(os.environ["WORLD_SIZE"]))
         from trimtab.train.session import run_session
 
@@ -184,7 +183,7 @@ def _run_rank(config: TrainConfig, launcher: int | None = None, stop: Path | Non
         _fail(error, config, launched=launcher is not None)
 
 
-def _follow(parent: int, stop: Path | None) -> None:
+def _follow(parent: int, stop: Path | None, told: int) -> None:
     """End this process when its launcher is gone, even if it was killed, and before this rank came up at that. Hand
     the signal on that the launcher has got, once: while steps are taken it is noted, else it ends this process.
 
@@ -193,17 +192,18 @@ def _follow(parent: int, stop: Path | None) -> None:
     """
     heard = end = math.inf
     terminals = select.poll()
+    terminals.register(told, select.POLLIN)
     for stream in filter(os.isatty, (1, 2)):
         terminals.register(stream, 0)
     while os.getppid() == parent and (now := time.monotonic()) < end:
         if heard == math.inf and stop is not None and stop.exists():
             heard, end = now, math.inf
             os.kill(os.getpid(), signal.SIGINT)
-        if signal.SIGTERM in signal.sigpending():
-            signal.sigwait({signal.SIGTERM})
-            end = now if now > heard + TWICE else now + TWICE if heard == math.inf else end
         for stream, _ in terminals.poll(200):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            if stream != told:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+            elif signal.SIGTERM in os.read(told, 64):
+                end = now if now > heard + TWICE else now + TWICE if heard == math.inf else end
     if end < math.inf:
         _leave_word(f"rank {os.environ['RANK']} was ended by SIGTERM", expected=True, follows=True)
     os._exit(1)

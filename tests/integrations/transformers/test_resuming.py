@@ -79,3 +79,13 @@ def test_state_under_the_models_own_keys_passes() -> None:
     assert all(map(torch.equal, experts_of(model), experts_of(other)))
     kept = {name: p for name, p in model.state_dict().items() if "experts" not in name}
     other.load_state_dict(kept, strict=False)
+
+
+def test_a_strict_load_says_what_torch_says_and_values_on_meta_are_others() -> None:
+    register()
+    model = build_model("qwen3_moe")
+    single = {"model.layers.0.mlp.experts.0.down_proj.weight": torch.zeros(16, 32)}
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*experts\.0\.down_proj"):
+        model.load_state_dict(model.state_dict() | single)
+    with pytest.raises(InputError, match="would not be loaded"):
+        model.to("meta").load_state_dict(single, strict=False, assign=True)

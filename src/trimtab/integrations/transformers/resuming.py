@@ -25,15 +25,17 @@ def refuse_unstacked(base: Any) -> None:
     if "load_state_dict" in vars(base):
         return
 
-    def load_state_dict(self: Any, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if changed := _left_out(self, state_dict):
+    def load_state_dict(
+        self: Any, state_dict: Mapping[str, Any], strict: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:  # a strict load leaves nothing out
+        if not strict and (changed := _left_out(self, state_dict)):
             name = type(self).__name__
             raise InputError(
                 f"{changed[0]} and {len(changed) - 1} more tensors of single experts would not be loaded: {name} holds "
                 "its experts stacked, and transformers' Trainer (resume_from_checkpoint, load_best_model_at_end) does "
                 f"not stack them. Make the model by {name}.from_pretrained(CHECKPOINT), which does; then it resumes"
             )
-        return nn.Module.load_state_dict(self, state_dict, *args, **kwargs)
+        return super(base, self).load_state_dict(state_dict, strict, *args, **kwargs)
 
     base.load_state_dict = load_state_dict
 
@@ -48,4 +50,8 @@ def _left_out(model: Any, state_dict: Mapping[str, Any]) -> list[str]:
     from transformers.core_model_loading import revert_weight_conversion
 
     saved = revert_weight_conversion(model, dict(own))  # what it would save
-    return [k for k in unknown if k not in saved or not torch.equal(state_dict[k].to(saved[k]), saved[k])]
+    return [k for k in unknown if k not in saved or not _equal(state_dict[k], saved[k])]
+
+
+def _equal(one: Tensor, own: Tensor) -> bool:
+    return not own.is_meta and torch.equal(one.to(own), own)
