@@ -47,6 +47,7 @@ class Impl:
             "it copies no experts for one call": t.replicas != "none",
             "it is not asked to run layers again": t.rerun != "none",
             "it has no loss per document of a pack": t.packed != "none",
+            "it is not asked for a step of an optimizer": t.optimizer != "none",
             "its experts are not asked to be codes": t.codes != "none",
             "it is not asked where gradients of weights go": (t.sink, t.later) != ("none", "none"),
             "it does not split experts over etp as well as over ep": t.etp > 1,

@@ -75,8 +75,9 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
         if not pieces:
             raise ConfigError(f"{name} is {placement} over {mesh}: Muon takes Shard and Replicate")
         dim, ranks = placement.dim % param.ndim, mesh.size(at)  # type: ignore[attr-defined]
+        whole = not dim and param.ndim > 2  # of a stack
         again = ranks > 1 and any(cut.dim == dim for cut in found)
-        if pieces > 1 and (sizes[dim] % (pieces * ranks) or again):
+        if pieces > 1 and (sizes[dim] % (pieces * ranks) or again) and not whole:
             raise ConfigError(
                 f"{name} {tuple(param.shape)} is {param.placements} over {mesh}: {placement} must cut equally, and "
                 "no mesh dim before may share that dim out"
@@ -84,11 +85,35 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
         each = -(-sizes[dim] // ranks)
         shares = tuple(max(0, min(each, sizes[dim] - each * rank)) for rank in range(ranks))
         sizes[dim] = shares[place[at]]
-        if ranks > 1 and (dim or param.ndim == 2):
+        if ranks > 1 and not whole:
             found.append(Cut(mesh.get_group(at), dim, shares, pieces))
     if found:
         check_meshes(**{f"the mesh of {name}": mesh})
     return found
+
+
+def check_gradients(params: Sequence[tuple[str, Tensor, Sequence[Cut]]]) -> None:
+    """One all-reduce in each group that shares matrices. params: names, parameters, and their cuts.
+
+    Raises:
+        InputError: on all ranks of a group, one of which has no gradient of what others have one of. They would
+            exchange other matrices than the rest.
+    """
+    groups: dict[dist.ProcessGroup, list[int]] = {}
+    for i, (_, _, cuts) in enumerate(params):
+        for cut in cuts:
+            groups.setdefault(cut.group, []).append(i)
+    rows = [[param.grad is not None, param.grad is None] for _, param, _ in params] if groups else []
+    seen = torch.tensor(rows, dtype=torch.uint8, device=params[0][1].device if rows else None)
+    for group, shared in groups.items():
+        told = seen.amin(1, keepdim=True).repeat(1, 2)  # what an earlier group found, on to this one
+        told[shared] = seen[shared]
+        dist.all_reduce(told, dist.ReduceOp.MAX, group)
+        seen = seen.maximum(told)
+    if names := [params[i][0] for i, (has, lacks) in enumerate(seen.tolist()) if has and lacks]:
+        raise InputError(
+            f"{names[0]} has a gradient on some of the ranks that share it, and none on others: give it zeros"
+        )
 
 
 def _pieces(placement: Placement) -> int:

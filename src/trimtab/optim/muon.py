@@ -21,7 +21,16 @@ from torch.optim.adamw import adamw
 
 from trimtab.errors import ConfigError
 from trimtab.optim.describe import described
-from trimtab.optim.exchange import Cut, add_parts, cuts_of, largest_part, local_gradient, parts_of_rows, whole_matrices
+from trimtab.optim.exchange import (
+    Cut,
+    add_parts,
+    check_gradients,
+    cuts_of,
+    largest_part,
+    local_gradient,
+    parts_of_rows,
+    whole_matrices,
+)
 from trimtab.optim.layout import Layout
 from trimtab.optim.low_bits import widen, write_back
 from trimtab.optim.matrices import Found, Layouts, Rule, find_matrices
@@ -140,8 +149,10 @@ class Muon(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            (self._muon if group["rule"] == "muon" else self._adamw)(params, group)
+            if group["rule"] == "muon":
+                self._muon(group["params"], group)
+            else:
+                self._adamw([param for param in group["params"] if param.grad is not None], group)
         return loss
 
     def _muon(self, params: Iterable[nn.Parameter], group: Mapping[str, Any]) -> None:
@@ -164,15 +175,19 @@ class Muon(torch.optim.Optimizer):
                     local.copy_(wide)
 
     def _buckets(self, params: Iterable[nn.Parameter]) -> Iterator[tuple[Layout, list[Cut], list[nn.Parameter]]]:
-        """Parameters alike in layout, shape, dtype, device and placement, as many as `MOST` bytes hold, or one."""
+        """Those with a gradient, alike in layout, shape, dtype, device and placement: as many as `MOST` bytes hold."""
         alike: dict[Any, list[nn.Parameter]] = {}
         for param in params:
             placed = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
             key = self.found(param).layout, param.shape, param.dtype, param.device, placed
             alike.setdefault(key, []).append(param)
-        for (layout, *_), each in alike.items():
-            cuts = cuts_of(self.found(each[0]).name, each[0])
-            number = _at_once(largest_part(each[0], cuts), each[0].dtype, each[0].device)
+        cut = [cuts_of(self.found(each[0]).name, each[0]) for each in alike.values()]
+        check_gradients(
+            [(self.found(p).name, p, cuts) for cuts, each in zip(cut, alike.values(), strict=True) for p in each]
+        )
+        for cuts, ((layout, *_), every) in zip(cut, alike.items(), strict=True):
+            number = _at_once(largest_part(every[0], cuts), every[0].dtype, every[0].device)
+            each = [param for param in every if param.grad is not None]
             yield from ((layout, cuts, each[first : first + number]) for first in range(0, len(each), number))
 
     def _update(self, param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:

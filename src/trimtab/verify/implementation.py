@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -83,6 +83,7 @@ class Outcome:
     where a parameter has none. loads: [E] tokens per expert of this rank's tokens, by layer, where it counts them.
     copied: where experts are copied, by layer: [P] experts sent to each rank of the expert group.
     slots: there, by layer: [P] slots that each of these ranks computes.
+    updated: where an optimizer is judged, whole parameters by name, see `truth.updated`.
     """
 
     y: Tensor
@@ -91,6 +92,7 @@ class Outcome:
     loads: list[Tensor] | None = None
     copied: list[Tensor] | None = None
     slots: list[Tensor] | None = None
+    updated: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Subject(Protocol):
@@ -165,9 +167,14 @@ def gradients_of(
         grad = param.grad
         if grad is not None and place.topology.data == "none":
             grad = averaged(grad, place, ".experts." in name)
-        layer, part = name.removeprefix("module.").removeprefix("layers.").split(".", 1)
-        found[f"{layer}.{short[part]}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        found[short_name(name, short)] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return found
+
+
+def short_name(name: str, short: Mapping[str, str]) -> str:
+    """ "<i>.<short[name]>" of "layers.<i>.<name>"."""
+    layer, part = name.removeprefix("module.").removeprefix("layers.").split(".", 1)
+    return f"{layer}.{short[part]}"
 
 
 def over_all_ranks(loads_E: Tensor, place: Place) -> Tensor:

@@ -25,7 +25,7 @@ from trimtab.verify.cases import DTYPES, Case
 from trimtab.verify.implementation import Implementation, Outcome, Place, Share, Subject, make_place
 from trimtab.verify.patterns import make_problem
 from trimtab.verify.topologies import Topology
-from trimtab.verify.truth import LayerWeights, Problem, Sizes, make_weights, solve
+from trimtab.verify.truth import LayerWeights, Problem, Sizes, make_weights, solve, updated
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 """Largest difference over the largest true value of the tensor, by the dtype that the case runs in."""
@@ -122,6 +122,8 @@ class Bench:
         true = {"y": truth.y[d][:, here], "dx": truth.dx[d][:, here]}
         grads = getattr(subject, "expected", lambda grads: grads)(truth.grads)
         true |= {f"d {name}": grad for name, grad in grads.items()}
+        after = updated(weights, truth.grads, self.place.topology.optimizer)
+        true |= {f"new {name}": param for name, param in after.items()}
         true |= {f"loads {i}": loads for i, loads in enumerate(truth.loads) if outcome.loads is not None}
         true = {name: tensor.to(self.place.device) for name, tensor in true.items()}
         got = _tensors(outcome)
@@ -193,6 +195,7 @@ def _tensors(outcome: Outcome) -> dict[str, Tensor]:
     """All that came of a step, by name. A gradient of None is left out, and so reported as missing."""
     named: dict[str, Tensor | None] = {"y": outcome.y, "dx": outcome.dx}
     named |= {f"d {name}": grad for name, grad in outcome.grads.items()}
+    named |= {f"new {name}": param for name, param in outcome.updated.items()}
     named |= {f"loads {i}": loads for i, loads in enumerate(outcome.loads or [])}
     return {name: tensor.detach().clone() for name, tensor in named.items() if tensor is not None}
 

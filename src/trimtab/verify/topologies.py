@@ -22,7 +22,7 @@ QUICK = (
     "3r-ep3-tp3-replicated-fsdp", "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp", "4r-ep4-tp2-sharded-ddp",
     "2r-ep2-cp2", "2r-ep2-lora", "2r-etp2-local-sharedlora", "2r-ep2-replicas", "4r-ep2-fsdp-replicas-recomputed",
     "2r-ep2-fsdp-nf4-lora", "2r-ep2-ddp-maingrad-delayed", "2r-ep2-ordered-nf4-sharedlora-replicas-reentrant",
-    "2r-ep2-cp2-packed",
+    "2r-ep2-cp2-packed", "2r-etp2-local-muon",
 )  # fmt: skip
 """Up to 4 ranks, each axis of the default rows at least once, but for etp."""
 DEFAULT = (
@@ -54,6 +54,10 @@ DEFAULT = (
     "1r-local-packed", "2r-ep2-ddp-packed", "2r-ep2-fsdp-recomputed-packed",
     "2r-ep2-cp2-packed", "2r-ep2-tp2-replicated-packed", "2r-ep2-tp2-sharded-packed", "4r-ep4-cp2-fsdp-packed",
     "4r-ep2-cp2-tp2-sharded-ddp-packed", "4r-ep4-tp2-replicated-ddp-reentrant-packed",
+    "1r-local-muon", "2r-ep2-muon", "2r-etp2-local-muon", "2r-ep2-ddp-maingrad-delayed-muon", "3r-fsdp-local-muon",
+    "4r-ep2-etp2-tp2-sharded-fsdp-muon", "4r-ep2-hsdp-muon", "4r-ep2-etp2-fsdp-lora-muon", "8r-ep2-fsdp-muon",
+    "2r-ep2-adamw", "3r-fsdp-local-adamw", "4r-ep2-ddp-adamw", "4r-ep2-etp2-tp2-sharded-fsdp-adamw",
+    "4r-ep2-hsdp-sharedlora-adamw",
 )  # fmt: skip
 """1 to 8 ranks, each way of keeping parameters and of holding tokens; *: each transport but all-to-all."""
 
@@ -78,6 +82,7 @@ class Topology:
     rerun: "recomputed", each layer is run again in the backward; "reentrant", by the reentrant checkpoint; "rerouted",
         by one that has its router decide again; "compiled", each layer is compiled.
     packed: "packed", rows are packs of documents; there the layers have a loss per document besides.
+    optimizer: "adamw" or "muon", whose step is judged besides: parameters as they are behind it.
     """
 
     ranks: int
@@ -97,6 +102,7 @@ class Topology:
     sink: Literal["none", "maingrad"] = "none"
     later: Literal["none", "delayed"] = "none"
     packed: Literal["none", "packed"] = "none"
+    optimizer: Literal["none", "adamw", "muon"] = "none"
 
     @property
     def dp(self) -> int:
@@ -111,7 +117,7 @@ class Topology:
     @property
     def narrow(self) -> bool:
         """True where nothing depends on the dtype that other rows do not show in each."""
-        return (self.replicas, self.sink, self.later, self.frozen, self.packed) != ("none",) * 5
+        return (self.replicas, self.sink, self.later, self.frozen, self.packed, self.optimizer) != ("none",) * 6
 
     @property
     def num_experts(self) -> int:
@@ -124,6 +130,7 @@ class Topology:
         sizes = [f"{name}{getattr(self, name)}" for name in ("ep", "etp", "cp", "tp") if getattr(self, name) > 1]
         words = [self.tokens, self.data, self.transport.replace("_", ""), self.combine]
         words += [self.codes, self.adapter, self.replicas, self.rerun, self.frozen, self.sink, self.later, self.packed]
+        words += [self.optimizer]
         plain = ("own", "none", "alltoall", "sum")
         return "-".join([f"{self.ranks}r", *sizes, *(word for word in words if word not in plain)])
 

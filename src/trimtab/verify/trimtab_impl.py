@@ -9,20 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.errors import InputError
 from trimtab.experts.lora import add_adapter, merge_adapter
 from trimtab.moe import MoE, MoEConfig
+from trimtab.optim import Muon
 from trimtab.parallel.ddp import ddp, reduce_main_grads
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
+from trimtab.parallel.meshes import local_part
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.recompute import replay_in_recompute
-from trimtab.verify.implementation import Outcome, Place, Share, Subject, gradients_of, over_all_ranks
+from trimtab.verify.implementation import Outcome, Place, Share, Subject, gradients_of, over_all_ranks, short_name
 from trimtab.verify.patterns import Pattern
 from trimtab.verify.topologies import Topology
-from trimtab.verify.truth import BALANCE, DOCUMENTS, RANK, SCALE, LayerWeights, Sizes
+from trimtab.verify.truth import ADAMW, BALANCE, DOCUMENTS, RANK, SCALE, LayerWeights, Sizes
 
 SHORT = {"router.weight": "router", "experts.gate_up": "up", "experts.down": "down"} | {
     f"experts.adapters.{name}.{weight}{short}_{kind}": f"{name}.{short}_{kind}"
@@ -48,6 +51,13 @@ AGAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "compiled": lambda layer, h: layer(h),
 }
 """How a layer is called, by the topology's word."""
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW),
+    "muon": lambda model: Muon(model, ns_dtype=torch.float64, **ADAMW),
+}
+"""By the topology's word."""
 
 
 class Impl:
@@ -177,8 +187,23 @@ class Layers:
         done = [report for moe in self.moes if (report := moe.dispatcher.replicated) is not None]
         return Outcome(
             y=y, dx=x.grad, grads=grads, loads=loads, copied=[report.replicas_P for report in done],
-            slots=[report.loads_after_P for report in done],
+            slots=[report.loads_after_P for report in done], updated=self._updated(params),
         )  # fmt: skip
+
+    @torch.no_grad()
+    def _updated(self, params: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+        """Parameters behind the steps that `truth.updated` takes, which are then taken back."""
+        if (word := self.place.topology.optimizer) == "none":
+            return {}
+        before, optimizer = [local_part(p).clone() for _, p in params], OPTIMIZERS[word](self.model)
+        for _ in range(2):
+            for _, param in params:
+                param.grad = torch.mul(1 + param.detach(), param.grad)  # type: ignore[arg-type]
+            optimizer.step()
+        whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in params}
+        for (_, param), values in zip(params, before, strict=True):
+            local_part(param).copy_(values)
+        return {short_name(name, SHORT): p.flatten(1, 2) if p.ndim == 4 else p for name, p in whole.items()}
 
     def _take_main_grads(self) -> None:
         """`main_grad` where gradients are looked for; what autograd put there besides is no gradient."""

@@ -17,12 +17,12 @@ r an adapter's rank, e experts or 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.experts.quantized import decoded, quantized
 from trimtab.oracle import swiglu
@@ -38,6 +38,10 @@ BALANCE = 0.5
 """Coefficient of the loss per sequence, where there is one."""
 DOCUMENTS = 4
 """How many a pack has at most."""
+ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1.0, "weight_decay": 0.1}
+"""Of an optimizer that is judged. By so large an eps a gradient's size is seen, and its rounding is not a sign."""
+MOMENTUM = 0.95
+"""Muon's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,3 +260,33 @@ def solve(problem: Problem, weights: Sequence[LayerWeights]) -> Truth:
         grads={name: grad / len(xs) for name, grad in zip(names, found[len(xs) :], strict=True)},
         loads=[(ids + 1).bincount(minlength=problem.sizes.num_experts + 1)[1:] for ids in slots],
     )
+
+
+def updated(weights: Sequence[LayerWeights], grads: Mapping[str, Tensor], optimizer: str) -> dict[str, Tensor]:
+    """Parameters by name behind two steps of "adamw" or "muon", each by 1 + parameter times the gradient
+    before; {} of "none"."""
+    made: dict[str, Tensor] = {}
+    for name, grad in grads.items() if optimizer != "none" else ():
+        layer, part = name.split(".", 1)
+        p, m = nn.Parameter(_judged(weights[int(layer)])[part].detach()), torch.zeros_like(grad)
+        adamw = torch.optim.AdamW([p], **ADAMW)
+        for _ in range(2):
+            p.grad = grad = grad * (1 + p.detach())
+            if optimizer == "muon" and part in ("up", "down"):
+                m = MOMENTUM * m + (1 - MOMENTUM) * grad
+                whole = (MOMENTUM * m + (1 - MOMENTUM) * grad).chunk(2 if part == "up" else 1, 1)  # gate, and up
+                move = torch.cat([0.2 * max(t.shape[1:]) ** 0.5 * _orthogonal(t) for t in whole], 1)
+                p.data = (1 - ADAMW["lr"] * ADAMW["weight_decay"]) * p.data - ADAMW["lr"] * move
+            else:
+                adamw.step()
+        made[name] = p.detach()
+    return made
+
+
+def _orthogonal(x: Tensor) -> Tensor:
+    """Five steps of Newton-Schulz by Keller Jordan's coefficients, taken by the singular values."""
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return torch.matmul(u * s[..., None, :], v)
