@@ -21,7 +21,8 @@ def check(a: Tensor, b: Tensor, offs: Tensor) -> None:
     assert (offs.dtype, offs.ndim) == (torch.int32, 1), f"offsets {offs.dtype} of {offs.ndim} dims"
     assert len(offs) < GROUPS, f"{len(offs)} groups"
     for name, t in (("first", a), ("second", b)):
-        assert t.data_ptr() % BYTES == 0, f"the {name} operand begins at {t.data_ptr()}"
+        begin = t.storage_offset() * t.element_size()  # a file in memory begins anywhere, a device's memory does not
+        assert begin % BYTES == 0, f"the {name} operand begins at {begin}"
         assert 1 in t.stride()[-2:], f"the {name} operand has strides {t.stride()}"
         wide = [s * t.element_size() for s, n in zip(t.stride(), t.shape, strict=True) if s != 1 and n > 1]
         assert not any(s % BYTES for s in wide), f"the {name} operand has strides {t.stride()}"

@@ -111,9 +111,9 @@ def test_a_fault_that_all_products_have_is_the_kernels_fault(monkeypatch: pytest
 def test_the_doctor_says_which_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = emulated(poison=False)
     monkeypatch.setattr(backends, "get_backend", lambda name, device: kernels)
-    found = backends.judge_kernels("cpu", CPU, [backends._try("cpu", CPU, torch.bfloat16)])
+    found = backends.judge_kernels("cpu", CPU, [backends._try("cpu", CPU, torch.bfloat16, True)])
     assert "\nbfloat16 products: amx-bf16" in found.what
-    here = backends.judge_kernels("cpu", CPU, [backends._try("cpu", CPU, torch.float32)]).what
+    here = backends.judge_kernels("cpu", CPU, [backends._try("cpu", CPU, torch.float32, True)]).what
     assert str(kernels.bf16) in here
 
 
