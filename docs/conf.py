@@ -52,7 +52,7 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 suppress_warnings = ["config.cache"]
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!trimtab\b).*|.*\.(Port|Rule|ParallelExperts)")]  # PyTorch, Python, inner types
+nitpick_ignore_regex = [("py:.*", r"(?!trimtab\b).*|.*\.(Port|Rule|Found|ParallelExperts)")]  # others, inner types
 
 # The pages of the benchmarks lie beside what measures them.
 shutil.copytree(ROOT / "benchmarks" / "results", DOCS / "results", dirs_exist_ok=True)
