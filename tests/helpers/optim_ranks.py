@@ -29,6 +29,7 @@ from trimtab.optim import Layout, Muon
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
+from trimtab.parallel.meshes import local_part
 from trimtab.routing.config import RouterConfig
 
 D, F = 128, 32
@@ -150,20 +151,16 @@ class Run:
         self.collectives = told.get_total_counts()
 
     def whole(self) -> Kept:
-        found = {name: _whole(p) for name, p in self.model.named_parameters()}
+        found = {name: full_value(p.detach()).clone() for name, p in self.model.named_parameters()}
         names = {p: name for name, p in self.model.named_parameters()}
         for p, state in self.optimizer.state.items():
-            found |= {f"{names[p]} {key}": _bits(_whole(t)) for key, t in state.items()}
+            found |= {f"{names[p]} {key}": _bits(full_value(t).clone()) for key, t in state.items()}
         return found
 
     @torch.no_grad()
     def poison(self) -> None:
         for p in self.model.parameters():
-            _local(p).fill_(torch.nan)
-
-
-def _local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
+            local_part(p).fill_(torch.nan)
 
 
 def _bits(t: Tensor) -> Tensor:
@@ -174,13 +171,6 @@ def _like(whole: Tensor, p: Tensor) -> Tensor:
     if not isinstance(p, DTensor):
         return whole
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
-
-
-def _whole(t: Tensor) -> Tensor:
-    t = t.detach()
-    if not isinstance(t, DTensor):
-        return t.clone()
-    return full_value(t)
 
 
 def stepped(dtype: torch.dtype, numbers: tuple[int, ...] = (1, 2, 3), **options: Any) -> Kept:

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from helpers.optim_ranks import LAYOUTS, resumed, under_layouts
+from helpers.optim_ranks import LAYOUTS, Run, resumed, under_layouts
 from helpers.ranks import run_ranks
 from trimtab.errors import ConfigError, InputError
 from trimtab.optim import Muon
 from trimtab.optim.exchange import cuts_of, local_gradient
+from trimtab.parallel.meshes import local_part
 
 DTYPES: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"low_bits": True}),
@@ -104,8 +106,47 @@ def test_partial_gradients_are_summed() -> None:
 def test_what_is_not_known_is_refused_by_name() -> None:
     partial, strided, gradient = run_ranks(refused, 2)[0]
     assert partial.startswith("some.weight is P")
-    assert partial.endswith("Muon takes Shard and Replicate")
+    assert partial.endswith("Muon takes what is sharded or whole")
     assert "must cut equally" in strided
     assert gradient.startswith(
         "the gradient of some.weight is (Replicate(), Replicate()), the parameter (Shard(dim=0),)"
     )
+
+
+LACKING = "layers.1.o_proj.weight"
+
+
+def stepped(layout: str, who: tuple[int, ...], lacking: str) -> Any:
+    """What a step says where these ranks have no gradient of a parameter; whether it moved, where it says nothing."""
+    run = Run(LAYOUTS[dist.get_world_size()][layout], torch.float32)
+    (param,) = (p for name, p in run.model.named_parameters() if name.removeprefix("module.") == lacking)
+    before = local_part(param).detach().clone()
+
+    def hook(*_: Any) -> None:
+        if dist.get_rank() in who:
+            param.grad = None
+
+    run.optimizer.register_step_pre_hook(hook)
+    try:
+        run.step(1)
+    except InputError as error:
+        return str(error)
+    return not torch.equal(local_part(param), before)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "who", "lacking"),
+    [
+        (2, "fsdp, dim 0", (1,), LACKING), (2, "tp 2", (0,), LACKING), (4, "tp 2 x fsdp 2", (2,), LACKING),
+        (2, "etp 2", (0,), "layers.2.moe.experts.down"),
+    ],
+)  # fmt: skip
+def test_a_rank_without_a_gradient_is_named_on_all(ranks: int, layout: str, who: tuple[int, ...], lacking: str) -> None:
+    said = run_ranks(stepped, ranks, layout, who, lacking, deadline=60.0)
+    assert {str(one).split(" has ")[0] for one in said} == {lacking}
+
+
+def test_what_no_rank_has_a_gradient_of_stays() -> None:
+    assert run_ranks(stepped, 2, "fsdp, dim 0", (0, 1), LACKING) == [False, False]
+    assert run_ranks(stepped, 2, "ep 2", (0, 1), LACKING) == [False, False]
+    assert run_ranks(stepped, 2, "ep 2", (1,), "layers.2.moe.experts.down") == [True, False], "nothing is cut"

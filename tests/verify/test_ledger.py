@@ -37,7 +37,7 @@ from trimtab.verify.topologies import (
     topologies_for,
     topology_named,
 )
-from trimtab.verify.truth import ADAMW, BALANCE, DOCUMENTS, dense_moe, make_weights, solve, updated
+from trimtab.verify.truth import BALANCE, DOCUMENTS, dense_moe, make_weights, orthogonal, solve, updated
 
 CASES = ["2r-ep2/zipf1/float32", "2r-ep2/top1/float32"]
 
@@ -172,34 +172,11 @@ def test_of_packs_the_truth_has_the_loss_of_each_document() -> None:
             torch.testing.assert_close(got - without, 2 * expected, rtol=0, atol=1e-13)
 
 
-def test_the_truth_of_a_step_is_torchs() -> None:
-    """AdamW by torch's class; Muon by the iteration itself, of gate, up and down apart."""
-    t = topology_named("1r-local-muon")
-    problem = make_problem(t, pattern_named("zipf1"), torch.float64, seed=2)
-    (first,) = weights = make_weights(problem.sizes, seed=1)
-    grads = solve(problem, weights).grads
-    gate, up = first.up_EID.chunk(2, 1)
-    for kind in ("adamw", "muon"):
-        made = updated(weights, grads, kind)
-        named = {"router": (first.router_ED, grads["0.router"])}
-        named |= {"gate": (gate, grads["0.up"].chunk(2, 1)[0]), "up": (up, grads["0.up"].chunk(2, 1)[1])}
-        named |= {"down": (first.down_EDF, grads["0.down"])}
-        for name, (start, grad) in named.items():
-            param = torch.nn.Parameter(start.clone())
-            adamw, buffer = torch.optim.AdamW([param], **ADAMW), torch.zeros_like(start)
-            for _ in range(2):
-                param.grad = grad = grad * (1 + param.detach())
-                if kind == "adamw" or name == "router":
-                    adamw.step()
-                    continue
-                buffer.lerp_(param.grad, 0.05)
-                move = plain(param.grad.lerp(buffer, 0.95), KELLER, torch.float64)
-                with torch.no_grad():
-                    param.mul_(1 - 0.01 * 0.1).sub_(0.01 * 0.2 * max(move.shape[1:]) ** 0.5 * move)
-            got = made[f"0.{'up' if name == 'gate' else name}"]
-            got = got.chunk(2, 1)[name == "up"] if name in ("gate", "up") else got
-            torch.testing.assert_close(got, param.detach(), rtol=0, atol=1e-13)
-    assert updated(weights, grads, "none") == {}
+def test_the_truth_of_a_step_iterates_by_singular_values() -> None:
+    for shape in ((3, 8, 12), (3, 12, 8)):
+        x = torch.randn(shape, dtype=torch.float64)
+        torch.testing.assert_close(orthogonal(x), plain(x, KELLER, torch.float64), rtol=0, atol=1e-12)
+    assert updated([], {}, "none") == {}
     assert {t.optimizer for t in default_topologies()} == {"none", "adamw", "muon"}
 
 

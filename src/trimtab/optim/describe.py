@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
@@ -16,38 +14,28 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 def described(optimizer: Any) -> str:
     """Lines on a `Muon` for people. Parameters whose names differ in numbers alone are one line."""
-    lines = [f"{type(optimizer).__name__} ("]
+    lines, sizes, values = [f"{type(optimizer).__name__} ("], Counter[tuple[int, int]](), 0
     for group in optimizer.param_groups:
-        options = [name for name in ("lr", "weight_decay", "momentum") if name != "momentum" or group["rule"] == "muon"]
-        said = ", ".join(f"{name} {float(group[name]):g}" for name in options)
+        muons = group["rule"] == "muon"
+        said = ", ".join(f"{name} {float(group[name]):g}" for name in ("lr", "weight_decay", "momentum")[: 2 + muons])
         lines.append(f"  {group['rule']}: {len(group['params'])} parameters, {said}")
-        alike: dict[str, int] = {}
+        alike = Counter[str]()
         for param in group["params"]:
             name, layout, what = optimizer.found(param)
-            parts = layout.matrices(param.shape) if layout is not None and group["rule"] == "muon" else []
+            parts = layout.matrices(param.shape) if muons else []
             size = " + ".join(f"{count:,} x [{outs}, {ins}]" for count, outs, ins in parts) or str(list(param.shape))
-            line = f"{_NUMBERS.sub('*', name)}: {size} ({what})"
-            alike[line] = alike.get(line, 0) + 1
+            alike[f"{_NUMBERS.sub('*', name)}: {size} ({what})"] += 1
+            values += param.numel() * muons
+            for count, *shape in parts:
+                sizes[tuple(shape)] += count
         lines += [f"    {f'{count} x ' * (count > 1)}{line}" for line, count in alike.items()]
-    muons = [p for group in optimizer.param_groups if group["rule"] == "muon" for p in group["params"]]
-    flops = newton_schulz_flops(optimizer, muons)
-    rows = flops / (6 * max(1, sum(param.numel() for param in muons)))
+    flops = 0
+    for shape, count in sizes.items():
+        with FlopCounterMode(display=False) as counter:
+            optimizer.newton_schulz(torch.empty(1, *shape, device="meta"), optimizer.coefficients, optimizer.ns_dtype)
+        flops += count * counter.get_total_flops()
+    rows = flops / (6 * max(1, values))
     return "\n".join([
         *lines, f"  Newton-Schulz: {flops:.3g} FLOPs a step, what forward and backward of these weights are for",
         f"  {rows:,.0f} rows each (rows of an expert: tokens a step x experts per token / experts)", ")",
     ])  # fmt: skip
-
-
-def newton_schulz_flops(optimizer: Any, params: Iterable[Tensor]) -> int:
-    """What the iteration does in a step for the matrices of these parameters, counted without data."""
-    counts = Counter[tuple[int, int]]()
-    for param in params:
-        layout = optimizer.found(param).layout
-        for count, outs, ins in layout.matrices(param.shape) if layout is not None else ():
-            counts[outs, ins] += count
-    total = 0
-    for shape, count in counts.items():
-        with FlopCounterMode(display=False) as counter:
-            optimizer.newton_schulz(torch.empty(1, *shape, device="meta"), optimizer.coefficients, optimizer.ns_dtype)
-        total += count * counter.get_total_flops()
-    return total

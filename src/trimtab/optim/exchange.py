@@ -1,10 +1,10 @@
 """Whole matrices from what ranks hold of them: dealt out over the ranks that share them, worked on, and brought home.
 
     cut in the last dims    Shard(1), Shard(2) of a stack, either dim of a plain matrix; strided; uneven shares
-    whole on its rank       Shard(0) of a stack, strided too, Replicate, plain tensors: nothing is sent
+    whole on its rank       Shard(0) of a stack, strided too, no shard at all, plain tensors: nothing is sent
 
 One all-to-all for each mesh dim that cuts: of N matrices every rank of that dim sends its share of each, and gets about
-N / ranks of them whole; one more brings the shares home. Replicas do the same work on the same bits.
+N / ranks of them whole; one more brings the shares home. Ranks that have the same do the same work, on the same bits.
 
 Legend: N matrices, or stacks of one expert; m, n their dims.
 """
@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from trimtab.errors import ConfigError, InputError
 from trimtab.optim.layout import Layout
@@ -30,14 +29,19 @@ from trimtab.parallel.meshes import check_meshes, local_part
 class Cut(NamedTuple):
     """One mesh dim that shares a dim of matrices out.
 
-    dim: of the parameter. sizes: of each rank's share, along `dim`. pieces: in how many each share lies apart, 1 for
-    Shard: rank r has the r-th part of each of so many equal runs.
+    dim: of the parameter. sizes: of each rank's share, along `dim`. pieces: `dim` is so many equal runs, each of them
+    shared out, so that rank r has the r-th part of every run; 1 for Shard.
     """
 
     group: dist.ProcessGroup
     dim: int
     sizes: tuple[int, ...]
     pieces: int
+
+    @property
+    def runs(self) -> list[int]:
+        """What each rank has of one run."""
+        return [size // self.pieces for size in self.sizes]
 
 
 def local_gradient(name: str, param: Tensor) -> Tensor:
@@ -69,11 +73,11 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
     mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
     sizes, found = list(param.shape), list[Cut]()
     for at, placement in enumerate(param.placements):
-        if isinstance(placement, Replicate) or place is None:
+        if placement.is_replicate() or place is None:
             continue
-        pieces = _pieces(placement)
+        pieces = int(getattr(placement, "split_factor", placement.is_shard()))  # a strided shard's class is private
         if not pieces:
-            raise ConfigError(f"{name} is {placement} over {mesh}: Muon takes Shard and Replicate")
+            raise ConfigError(f"{name} is {placement} over {mesh}: Muon takes what is sharded or whole")
         dim, ranks = placement.dim % param.ndim, mesh.size(at)  # type: ignore[attr-defined]
         whole = not dim and param.ndim > 2  # of a stack
         again = ranks > 1 and any(cut.dim == dim for cut in found)
@@ -106,7 +110,7 @@ def check_gradients(params: Sequence[tuple[str, Tensor, Sequence[Cut]]]) -> None
     rows = [[param.grad is not None, param.grad is None] for _, param, _ in params] if groups else []
     seen = torch.tensor(rows, dtype=torch.uint8, device=params[0][1].device if rows else None)
     for group, shared in groups.items():
-        told = seen.amin(1, keepdim=True).repeat(1, 2)  # what an earlier group found, on to this one
+        told = seen.amin(1, keepdim=True).repeat(1, 2)  # an earlier group's mismatch is told to this one
         told[shared] = seen[shared]
         dist.all_reduce(told, dist.ReduceOp.MAX, group)
         seen = seen.maximum(told)
@@ -114,12 +118,6 @@ def check_gradients(params: Sequence[tuple[str, Tensor, Sequence[Cut]]]) -> None
         raise InputError(
             f"{names[0]} has a gradient on some of the ranks that share it, and none on others: give it zeros"
         )
-
-
-def _pieces(placement: Placement) -> int:
-    """0 for what is not known. A strided shard is of a class that torch keeps private."""
-    factor = getattr(placement, "split_factor", None)
-    return int(factor) if factor is not None else int(isinstance(placement, Shard))
 
 
 def largest_part(param: Tensor, cuts: Sequence[Cut]) -> int:
@@ -137,7 +135,7 @@ def parts_of_rows(layout: Layout, param: Tensor, cuts: Sequence[Cut]) -> list[Te
     table = table.repeat(layout.stacks) if layout.axis == -2 else table
     for cut in cuts:
         if cut.dim == dim:
-            runs = torch.split(torch.unflatten(table, 0, (cut.pieces, -1)), [n // cut.pieces for n in cut.sizes], 1)
+            runs = torch.split(torch.unflatten(table, 0, (cut.pieces, -1)), cut.runs, 1)
             table = runs[dist.get_rank(cut.group)].flatten()
     return [(table == part).nonzero().flatten().to(param.device) for part in range(len(layout.sizes))]
 
@@ -168,41 +166,28 @@ def whole_matrices(updates: list[Tensor], cuts: Sequence[Cut]) -> Iterator[list[
     t = (torch.cat if stacked else torch.stack)(updates)  # [N, ..., m, n]
     steps = []
     for cut in reversed(cuts):
-        cut = cut if stacked else cut._replace(dim=cut.dim + 1)
-        steps.append((cut, len(t)))
-        t = _deal(t, cut)
+        dim, ranks = cut.dim + (not stacked), len(cut.sizes)
+        dealt = [len(t) // ranks + (rank < len(t) % ranks) for rank in range(ranks)]  # matrices of each rank
+        steps.append((cut, dim, dealt))
+        runs = torch.unflatten(t, dim, (cut.pieces, -1))
+        t = _swap(runs, 0, dealt, dim + 1, cut.runs, cut.group).flatten(dim, dim + 1)
     yield [t]
-    for cut, count in reversed(steps):
-        t = _bring_home(t, cut, count)
+    for cut, dim, dealt in reversed(steps):
+        runs = torch.unflatten(t, dim, (cut.pieces, -1))
+        t = _swap(runs, dim + 1, cut.runs, 0, dealt, cut.group).flatten(dim, dim + 1)
     for update, own in zip(updates, t.chunk(len(updates)) if stacked else t, strict=True):
         update.copy_(own)
 
 
-def _deal(t: Tensor, cut: Cut) -> Tensor:
-    """[N, ..., m, own share] -> [N of this rank, ..., m, n]."""
-    counts = _counts(len(t), cut)
-    mine = counts[dist.get_rank(cut.group)]
-    shapes = [(mine, *t.shape[1 : cut.dim], size, *t.shape[cut.dim + 1 :]) for size in cut.sizes]
-    got, sent = [math.prod(shape) for shape in shapes], [count * t[:1].numel() for count in counts]
+def _swap(
+    t: Tensor, whole: int, sizes: Sequence[int], cut: int, shares: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """One all-to-all. `t` is whole in the dim `whole` and this rank's of `shares` in the dim `cut`; what is returned is
+    whole in `cut` and this rank's of `sizes` in `whole`."""
+    mine = sizes[dist.get_rank(group)]
+    shapes = [[{whole: mine, cut: share}.get(dim, size) for dim, size in enumerate(t.shape)] for share in shares]
+    sent, got = torch.split(t, list(sizes), whole), [math.prod(shape) for shape in shapes]
     flat = t.new_empty(sum(got))
-    dist.all_to_all_single(flat, t.flatten(), got, sent, group=cut.group)
-    shares = [part.view(shape) for part, shape in zip(torch.split(flat, got), shapes, strict=True)]
-    whole = torch.cat([torch.unflatten(share, cut.dim, (cut.pieces, -1)) for share in shares], cut.dim + 1)
-    return whole.flatten(cut.dim, cut.dim + 1)
-
-
-def _bring_home(t: Tensor, cut: Cut, count: int) -> Tensor:
-    """What `_deal` was given, of matrices [N of this rank, ..., m, n]."""
-    counts, own = _counts(count, cut), cut.sizes[dist.get_rank(cut.group)]
-    runs = torch.unflatten(t, cut.dim, (cut.pieces, -1))
-    shares = torch.split(runs, [size // cut.pieces for size in cut.sizes], cut.dim + 1)
-    home = t.new_empty(count, *t.shape[1 : cut.dim], own, *t.shape[cut.dim + 1 :])
-    sent, got = [share.numel() for share in shares], [n * home[:1].numel() for n in counts]
-    dist.all_to_all_single(home.view(-1), torch.cat([share.flatten() for share in shares]), got, sent, group=cut.group)
-    return home
-
-
-def _counts(count: int, cut: Cut) -> list[int]:
-    """Matrices of each rank, of so many."""
-    ranks = len(cut.sizes)
-    return [count // ranks + (rank < count % ranks) for rank in range(ranks)]
+    packed = torch.cat([part.flatten() for part in sent])
+    dist.all_to_all_single(flat, packed, got, [part.numel() for part in sent], group=group)
+    return torch.cat([part.view(shape) for part, shape in zip(torch.split(flat, got), shapes, strict=True)], cut)

@@ -57,16 +57,12 @@ def _query(o: Any, linear: nn.Linear) -> Layout | None:
     return Layout((o.head_dim, o.head_dim), repeats=o.o_proj.in_features // o.head_dim) if gated else None
 
 
-def _keys_values(o: Any, linear: nn.Linear) -> Layout | None:
-    return _parts(linear, 2) if _of(o, "JetMoe") else _parts(linear, 1) if _of(o, "DeepseekV4") else None
-
-
 SPLITS: dict[str, Callable[[Any, nn.Linear], Layout | None]] = {
     "gate_up_proj": lambda _, linear: _parts(linear, 2),
     "input_linear": lambda o, linear: _parts(linear, linear.out_features // o.output_linear.in_features),
     **dict.fromkeys(("qkv_proj", "Wqkv"), _qkv),
     "q_proj": _query,
-    "kv_proj": _keys_values,
+    "kv_proj": lambda o, m: _parts(m, 2) if _of(o, "JetMoe") else _parts(m, 1) if _of(o, "DeepseekV4") else None,
     "in_proj": _state_space,
     "in_proj_qkv": lambda o, _: Layout((o.key_dim, o.key_dim, o.value_dim)),
     "in_proj_qkvz": _delta_net,

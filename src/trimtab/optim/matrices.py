@@ -31,9 +31,7 @@ ROUTERS = ("Router", "TopKGating", "TopKGate")
 CLASSES: dict[str, dict[str, tuple[int, bool, str]]] = {
     "Llama4TextExperts": {"gate_up_proj": (2, True, ""), "down_proj": (1, True, "")},
     "Step3p7Experts": {"gate_up_proj": (2, False, ""), "down_proj": (1, False, "")},
-    "DbrxExpertGLU": {
-        "w1": (1, False, "moe_num_experts"), "v1": (1, False, "moe_num_experts"), "w2": (1, True, "moe_num_experts"),
-    },
+    "DbrxExpertGLU": {n: (1, n == "w2", "moe_num_experts") for n in ("w1", "v1", "w2")},
     "JetMoeMoE": {"input_linear.weight": (2, False, "")},
     "JetMoeParallelExperts": {"weight": (1, False, "")},
     "InklingSharedExperts": dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (1, False, "")),
@@ -86,7 +84,7 @@ def find_matrices(
 
 
 def _layout(
-    around: Sequence[nn.Module], path: Sequence[str], module: nn.Module, param: nn.Parameter, kind: str, router: Rule,
+    around: Sequence[nn.Module], path: Sequence[str], module: Any, param: nn.Parameter, kind: str, router: Rule,
     lora: Rule,
 ) -> tuple[Layout | None, str]:  # fmt: skip
     """(layout, what it is)."""
@@ -102,18 +100,17 @@ def _layout(
     if kind == "router":
         return rows if router == "muon" and own == "weight" and param.ndim == 2 else None, "router"
     if isinstance(module, GroupedModule):  # gate and up of ours have a dim of their own
-        if "bias" in own or own.endswith("_scales") or getattr(module, "tp_size", 1) > 1:
-            return None, "experts, a share of them" if getattr(module, "tp_size", 1) > 1 else "experts"
-        return _stack(param, getattr(module, "halves", 1), False), "experts"  # Megatron's first linear
+        if getattr(module, "tp_size", 1) > 1:
+            return None, "experts, a share of them"
+        values = "bias" not in own and not own.endswith("_scales")
+        return _stack(param, getattr(module, "halves", 1), False) if values else None, "experts"  # 2: Megatron's first
     if is_transformers_experts(module):
-        held: Any = module
-        known = own in ("gate_up_proj", "up_proj", "down_proj")
         gated = own == "gate_up_proj"
-        return _stack(
-            param, 1 + gated, held.is_transposed, turns=gated and not held.is_concatenated
-        ) if known else None, "experts"
-    for at, key in ((around[-1:], f"{name}.{own}"), ([module], own)):
-        for cls in (cls for m in at for cls in type(m).__mro__):
+        if not gated and own not in ("up_proj", "down_proj"):
+            return None, "experts"
+        return _stack(param, 1 + gated, module.is_transposed, turns=gated and not module.is_concatenated), "experts"
+    for held, key in ((around[-1] if around else None, f"{name}.{own}"), (module, own)):
+        for cls in type(held).__mro__:
             if key in (row := CLASSES.get(cls.__name__, {})):
                 parts, transposed, stacks = row[key]
                 return _stack(param, parts, transposed, getattr(module, stacks) if stacks else 1), "experts"

@@ -42,9 +42,8 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda outs, ins: math.sqrt(max(1, outs / ins)),
 }
 """`adjust_lr_fn` of torch.optim.Muon by name, of one matrix."""
-MOST = {"cpu": 8 << 20}
+MOST, MOST_ON_CPU = 256 << 20, 8 << 20
 """Bytes of an operand of Newton-Schulz: on a CPU larger ones are paged in anew at each product."""
-MOST_ELSEWHERE = 256 << 20
 
 
 class Muon(torch.optim.Optimizer):
@@ -164,15 +163,10 @@ class Muon(torch.optim.Optimizer):
             alphas = [-(lr * scale(outs, ins)) for _, outs, ins in layout.matrices(bucket[0].shape)]
             rows = parts_of_rows(layout, bucket[0], cuts) if len(set(alphas)) > 1 else None
             for param, update in zip(bucket, updates, strict=True):
-                local, low = local_part(param), self._low_bits(param)
-                # bfloat16 is rounded once, and not otherwise where it is cut.
-                wide = local.to(torch.promote_types(local.dtype, torch.float32)) if low is None else widen(local, low)
-                wide.mul_(1 - lr * group["weight_decay"])
+                wide = self._widened(param)  # float32, so that bfloat16 is rounded once, whatever the mesh
+                wide = wide.to(torch.promote_types(wide.dtype, torch.float32)).mul_(1 - lr * group["weight_decay"])
                 add_parts(wide, update, alphas, rows, layout.axis)
-                if low is not None:
-                    write_back(wide, local, low)
-                elif wide is not local:
-                    local.copy_(wide)
+                self._narrow(param, wide)
 
     def _buckets(self, params: Iterable[nn.Parameter]) -> Iterator[tuple[Layout, list[Cut], list[nn.Parameter]]]:
         """Those with a gradient, alike in layout, shape, dtype, device and placement: as many as `MOST` bytes hold."""
@@ -181,11 +175,9 @@ class Muon(torch.optim.Optimizer):
             placed = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
             key = self.found(param).layout, param.shape, param.dtype, param.device, placed
             alike.setdefault(key, []).append(param)
-        cut = [cuts_of(self.found(each[0]).name, each[0]) for each in alike.values()]
-        check_gradients(
-            [(self.found(p).name, p, cuts) for cuts, each in zip(cut, alike.values(), strict=True) for p in each]
-        )
-        for cuts, ((layout, *_), every) in zip(cut, alike.items(), strict=True):
+        cut = [(key[0], cuts_of(self.found(each[0]).name, each[0]), each) for key, each in alike.items()]
+        check_gradients([(self.found(param).name, param, cuts) for _, cuts, every in cut for param in every])
+        for layout, cuts, every in cut:
             number = _at_once(largest_part(every[0], cuts), every[0].dtype, every[0].device)
             each = [param for param in every if param.grad is not None]
             yield from ((layout, cuts, each[first : first + number]) for first in range(0, len(each), number))
@@ -219,44 +211,45 @@ class Muon(torch.optim.Optimizer):
                 for view, own in zip(views, all_Brsn.split(views[0].shape[0]), strict=True):
                     view.copy_(own)
 
-    def _low_bits(self, param: nn.Parameter) -> Tensor | None:
-        low: Tensor | None = self.state[param].get("low_bits")
-        return None if low is None else local_part(low)
-
     def _adamw(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
         """torch's, fused, on what this rank has of each parameter; one by one where that is widened."""
+        beta1, beta2 = group["betas"]
         for param in params:
             state = self._state(param, "exp_avg", "exp_avg_sq")
             if "step" not in state:
                 state["step"] = torch.zeros((), device=param.device)
-            if (low := self._low_bits(param)) is not None:
-                wide = widen(local_part(param), low)
-                self._adamw_on([param], [wide], group)
-                write_back(wide, local_part(param), low)
-        plain = [param for param in params if self._low_bits(param) is None]
-        self._adamw_on(plain, [local_part(param) for param in plain], group)
+        alone = [[param] for param in params if "low_bits" in self.state[param]]
+        for some in (*alone, [param for param in params if "low_bits" not in self.state[param]]):
+            own = [self._widened(param) for param in some]
+            grads = [local_gradient(self.found(p).name, p).to(t.dtype) for p, t in zip(some, own, strict=True)]
+            means, squares, steps = (
+                [local_part(self.state[param][name]) for param in some] for name in ("exp_avg", "exp_avg_sq", "step")
+            )
+            adamw(
+                own, grads, means, squares, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
+                lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+            for param, wide in zip(some, own, strict=True):
+                self._narrow(param, wide)
 
-    def _adamw_on(self, params: Sequence[nn.Parameter], own: list[Tensor], group: Mapping[str, Any]) -> None:
-        if not params:
-            return
-        grads = [local_gradient(self.found(p).name, p).to(t.dtype) for p, t in zip(params, own, strict=True)]
-        means, squares, steps = (
-            [local_part(self.state[param][name]) for param in params] for name in ("exp_avg", "exp_avg_sq", "step")
-        )
-        beta1, beta2 = group["betas"]
-        adamw(
-            own, grads, means, squares, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-        )  # fmt: skip
+    def _widened(self, param: nn.Parameter) -> Tensor:
+        """What this rank has of a parameter; with its low bits, if it has some, in new memory."""
+        local, low = local_part(param), self.state[param].get("low_bits")
+        return local if low is None else widen(local, local_part(low))
+
+    def _narrow(self, param: nn.Parameter, wide: Tensor) -> None:
+        """Put what became of `_widened` where it is from."""
+        local, low = local_part(param), self.state[param].get("low_bits")
+        if low is not None:
+            write_back(wide, local, local_part(low))
+        elif wide.dtype != local.dtype:
+            local.copy_(wide)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but tensors keep the dtype that they were saved in."""
         kept: dict[str, Any] = {}  # what the user's hooks make of it
-        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: kept.update(loaded))
-        try:
+        with self.register_load_state_dict_pre_hook(lambda _, loaded: kept.update(loaded)):
             super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = [number for group in kept["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, params, strict=True):
@@ -279,4 +272,4 @@ def for_trainer() -> type[Muon]:
 
 def _at_once(elements: int, dtype: torch.dtype, device: torch.device) -> int:
     """How many of so many elements are an operand of Newton-Schulz."""
-    return max(1, MOST.get(device.type, MOST_ELSEWHERE) // max(1, elements * dtype.itemsize))
+    return max(1, (MOST_ON_CPU if device.type == "cpu" else MOST) // max(1, elements * dtype.itemsize))

@@ -275,7 +275,7 @@ def updated(weights: Sequence[LayerWeights], grads: Mapping[str, Tensor], optimi
             if optimizer == "muon" and part in ("up", "down"):
                 m = MOMENTUM * m + (1 - MOMENTUM) * grad
                 whole = (MOMENTUM * m + (1 - MOMENTUM) * grad).chunk(2 if part == "up" else 1, 1)  # gate, and up
-                move = torch.cat([0.2 * max(t.shape[1:]) ** 0.5 * _orthogonal(t) for t in whole], 1)
+                move = torch.cat([0.2 * max(t.shape[1:]) ** 0.5 * orthogonal(t) for t in whole], 1)
                 p.data = (1 - ADAMW["lr"] * ADAMW["weight_decay"]) * p.data - ADAMW["lr"] * move
             else:
                 adamw.step()
@@ -283,7 +283,7 @@ def updated(weights: Sequence[LayerWeights], grads: Mapping[str, Tensor], optimi
     return made
 
 
-def _orthogonal(x: Tensor) -> Tensor:
+def orthogonal(x: Tensor) -> Tensor:
     """Five steps of Newton-Schulz by Keller Jordan's coefficients, taken by the singular values."""
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp(min=1e-7)

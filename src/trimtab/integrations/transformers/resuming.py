@@ -42,16 +42,12 @@ def refuse_unstacked(base: Any) -> None:
 
 def _left_out(model: Any, state_dict: Mapping[str, Any]) -> list[str]:
     """Keys of single experts that the model does not know and whose values it does not have."""
-    single = [key for key in state_dict if _ONE_EXPERT.search(key)]
-    own: dict[str, Tensor] = nn.Module.state_dict(model) if single else {}
-    unknown = [key for key in single if key not in own]
+    own: dict[str, Tensor] = nn.Module.state_dict(model)
+    unknown = [key for key in state_dict if _ONE_EXPERT.search(key) and key not in own]
     if not unknown:
         return []
     from transformers.core_model_loading import revert_weight_conversion
 
     saved = revert_weight_conversion(model, dict(own))  # what it would save
-    return [k for k in unknown if k not in saved or not _equal(state_dict[k], saved[k])]
-
-
-def _equal(one: Tensor, own: Tensor) -> bool:
-    return not own.is_meta and torch.equal(one.to(own), own)
+    own = {k: saved[k] for k in unknown if k in saved and not saved[k].is_meta}
+    return [k for k in unknown if k not in own or not torch.equal(state_dict[k].to(own[k]), own[k])]
