@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,24 +30,15 @@ def trained(model: Any, config: TrainConfig, mesh: Mesh) -> Step:
         ids = torch.zeros(shape, dtype=torch.int64)
         inputs = {"input_ids": ids, "labels": ids.clone(), "real": ids.bool()}
         trainer._nll, trainer._targets = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
-        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16), _whole_rows():
+        # Rows are one document each; transformers reads positions to find that out, and makes no mask then.
+        whole = patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16), whole:
             made: Tensor = trainer.compute_loss(model, inputs)
         return made
 
     return Step(
         loss=loss,
-        optimizer=lambda: trainer.create_optimizer(),
+        optimizer=trainer.create_optimizer,
         clip=lambda: trainer._clip_grad_norm(model),
         grad_accum=config.grad_accum,
     )
-
-
-@contextmanager
-def _whole_rows() -> Iterator[None]:
-    """Rows of one document each, where transformers reads positions to find that out and makes no mask then."""
-    own = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = own
