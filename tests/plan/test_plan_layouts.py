@@ -14,11 +14,12 @@ import torch
 from trimtab.dispatch.planned import Call
 from trimtab.errors import ConfigError
 from trimtab.plan.device import DEVICES
-from trimtab.plan.layouts import Layout, meshes, plan_layout, skeleton_of
+from trimtab.plan.layouts import Layout, meshes, plan_layout
 from trimtab.plan.ledger import CATEGORIES
 from trimtab.plan.stages import Points, Stages
 from trimtab.plan.traffic import Traffic, _read
 from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.models import inspect
 
 
 def tiny(**options: Any) -> TrainConfig:
@@ -85,7 +86,7 @@ def test_the_time_is_a_bound() -> None:
 def test_a_layout_that_the_run_refuses_is_refused_in_its_words() -> None:
     config = tiny(replicate_experts="0.1", ep=1)
     mesh = Mesh.of(config, world=2, num_experts=16)
-    layout = plan_layout(config, mesh, DEVICES["cuda"], skeleton=skeleton_of(config)[0])
+    layout = plan_layout(config, mesh, DEVICES["cuda"], skeleton=inspect(config.model))
     assert layout.words.startswith("refused: --replicate-experts 0.1: every rank has all experts (ep 1)")
     assert layout.left < 0
     assert json.loads(json.dumps(layout.as_json()))["refused"] == layout.refused

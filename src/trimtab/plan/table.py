@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from trimtab.plan.device import DEVICES, Device
-from trimtab.plan.layouts import Layout, plan_layout, skeleton_of
+from trimtab.plan.layouts import Layout, plan_layout
 from trimtab.plan.ledger import CATEGORIES
 from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.models import inspect, num_experts
 
 
 @contextlib.contextmanager
@@ -53,9 +54,9 @@ def table(rows: Sequence[Layout], device: Device) -> Iterator[str]:
 def memory_lines(config: TrainConfig, ranks: int) -> Iterator[str]:
     """What a run holds in its own layout."""
     config, device = config.resolved(), DEVICES["cuda" if torch.cuda.is_available() else "cpu"]
-    skeleton, experts = skeleton_of(config)
+    skeleton = inspect(config.model, config.attn)
     with quiet(config.debug):
-        mesh = Mesh.of(config, world=ranks, num_experts=experts)
+        mesh = Mesh.of(config, world=ranks, num_experts=num_experts(skeleton))
         row = plan_layout(config, mesh, device, skeleton=skeleton)
     yield "memory  of a rank: as below where tokens fall evenly; trimtab plan has other layouts, and tokens that do not"
     yield from table([row], device)

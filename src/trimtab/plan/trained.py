@@ -13,7 +13,7 @@ from transformers import masking_utils
 
 from trimtab.plan.stages import Step
 from trimtab.train.config import Mesh, TrainConfig
-from trimtab.train.loop import MoETrainer, arguments
+from trimtab.train.loop import MoETrainer, arguments, own_optimizer
 from trimtab.train.objective import Objective
 
 
@@ -21,7 +21,8 @@ def trained(model: Any, config: TrainConfig, mesh: Mesh) -> Step:
     """The step that a run of `config`, which is resolved, takes with a model that `build_model` has built."""
     trainer: Any = MoETrainer.__new__(MoETrainer)  # whose methods read no more than this
     trainer.model, trainer.mesh, trainer.args = model, mesh, arguments(config, replace(mesh, world=1))
-    trainer.optimizer = trainer.optimizer_cls_and_kwargs = trainer._mixed_mesh_grads = None
+    trainer.optimizer = trainer._mixed_mesh_grads = None
+    trainer.optimizer_cls_and_kwargs = own_optimizer(config)
     trainer.accelerator = SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
     trainer.objective = Objective(model, config.grad_accum)
     shape = config.batch_size, config.seq_len or 0
