@@ -73,9 +73,11 @@ def run(options: argparse.Namespace) -> int:
     whole = None if options.gb is None else options.gb * 1e9
     rates = {"flops": options.tflops * 1e12, "link": options.link * 1e9}
     device = replace(DEVICES[options.device], bytes=whole, **rates)
-    skeleton = inspect(config.model, config.attn)
-    experts = num_experts(skeleton)
-    every = list(meshes(config, options.ranks, experts))
+    if device.room <= 0:
+        raise ConfigError(f"--gb {options.gb:g}: no more than what --device {device.kind} takes beside tensors")
+    with quiet(options.debug):
+        skeleton = inspect(config.model, config.attn)
+    every = list(meshes(config, options.ranks, experts := num_experts(skeleton)))
     if not every:
         raise ConfigError(f"--ranks {options.ranks}: no layout divides them with {experts} experts and these options")
     out, skews = Path(options.out), list(dict.fromkeys(("even", options.skew, "worst")))

@@ -38,8 +38,8 @@ def table(rows: Sequence[Layout], device: Device) -> Iterator[str]:
     fits = "" if device.bytes is None else f" | fits {device.bytes / 1e9:g} GB, {device.free:.0%} kept free"
     yield f" ep fsdp tp repl recompute |   peak  {'  '.join(CATEGORIES)} | {'at':{at}} | at least{fits}"
     for row in rows:
-        mesh, again = row.mesh, "yes" if row.config.gradient_checkpointing else "no"
-        line = f"{mesh.ep:3}{mesh.fsdp:5}{mesh.tp:3}{mesh.replicate:5} {again:9} | "
+        ep, fsdp, tp, times, again = row.options.values()
+        line = f"{ep:3}{fsdp:5}{tp:3}{times:5} {'yes' if again else 'no':9} | "
         if not row.refused:
             stage, most, held = row.peak
             parts = "  ".join(f"{held[name] / unit:{len(name)}.2f}" for name in CATEGORIES)

@@ -11,6 +11,7 @@ The group is of torch's "fake" backend: every collective returns at once and mov
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class WithoutValues(FakeTensorMode):  # type: ignore[no-untyped-call]
             return torch.empty(*rows, b.shape[-1], dtype=a.dtype, device=a.device)
 
 
+@dataclass
 class World:
     """As many ranks as asked for, of which this process is one. One world at a time, and no other process group.
 
@@ -49,9 +51,9 @@ class World:
         ConfigError: there is a process group.
     """
 
-    def __init__(self, ranks: int, rank: int = 0) -> None:
-        self.ranks, self.rank = ranks, rank
-        self.mode = WithoutValues()
+    ranks: int
+    rank: int = 0
+    mode: WithoutValues = field(default_factory=WithoutValues, init=False)
 
     def __enter__(self) -> World:
         if dist.is_initialized():
