@@ -75,7 +75,7 @@ def run_on_rank(folder: Path, config: TrainConfig, mesh: Mesh) -> tuple[int, Rec
     torch.set_num_threads(1)
     model = finished(load_model(folder, config, mesh), config)
     step, slack = step_of(model, config, dist.get_rank()), kept_whole(model)
-    stages = measure(model, step, SimpleNamespace(running=nullcontext), device=DEVICES["cpu"])  # type: ignore[arg-type]
+    stages = measure(model, step, SimpleNamespace(mode=nullcontext()), device=DEVICES["cpu"])  # type: ignore[arg-type]
     assert stages.ledger is not None
     return stages.ledger.peak()[0] - slack, found
 

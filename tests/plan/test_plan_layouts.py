@@ -14,11 +14,13 @@ import torch
 from trimtab.dispatch.planned import Call
 from trimtab.errors import ConfigError
 from trimtab.plan.device import DEVICES
-from trimtab.plan.layouts import Layout, meshes, plan_layout, skeleton_of
+from trimtab.plan.layouts import Layout, meshes, plan_layout
 from trimtab.plan.ledger import CATEGORIES
 from trimtab.plan.stages import Points, Stages
-from trimtab.plan.traffic import Traffic, _read
+from trimtab.plan.traffic import Traffic
 from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.models import inspect
+from trimtab.train.presets import preset_config
 
 
 def tiny(**options: Any) -> TrainConfig:
@@ -82,13 +84,34 @@ def test_the_time_is_a_bound() -> None:
     assert replace(layout, device=replace(DEVICES["cpu"], flops=1e12)).seconds == 1.0
 
 
-def test_a_layout_that_the_run_refuses_is_refused_in_its_words() -> None:
-    config = tiny(replicate_experts="0.1", ep=1)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"replicate_experts": "0.1", "ep": 1}, "--replicate-experts 0.1: every rank has all experts (ep 1)"),
+        ({"kernels": "cpu"}, "--kernels cpu: they run on cpu devices only, not on cuda"),
+        ({"optim": "muon"}, "--optim muon: over ranks it reads values of tensors"),
+    ],
+)
+def test_a_layout_that_the_run_refuses_is_refused_in_its_words(options: dict[str, Any], said: str) -> None:
+    config = tiny(**options)
     mesh = Mesh.of(config, world=2, num_experts=16)
-    layout = plan_layout(config, mesh, DEVICES["cuda"], skeleton=skeleton_of(config)[0])
-    assert layout.words.startswith("refused: --replicate-experts 0.1: every rank has all experts (ep 1)")
+    layout = plan_layout(config, mesh, DEVICES["cuda"], skeleton=inspect(config.model))
+    assert layout.words.startswith(f"refused: {said}")
     assert layout.left < 0
     assert json.loads(json.dumps(layout.as_json()))["refused"] == layout.refused
+
+
+def test_codes_that_are_kept_are_counted_as_codes(tmp_path: Path) -> None:
+    config = preset_config("gpt_oss")
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(tmp_path)
+    weights = {}
+    for quantize in (None, "keep"):
+        asked = tiny(model=str(tmp_path), quantize=quantize, lora=2, lora_targets="experts", dtype="bfloat16")
+        mesh = Mesh.of(asked, world=1)
+        layout = plan_layout(asked, mesh, DEVICES["cuda"], skeleton=inspect(asked.model))
+        weights[quantize] = layout.peak[2]["weights"]
+    assert weights["keep"] < 0.7 * weights[None]
 
 
 def test_skew_of_a_run_is_its_worst_layer_and_step(tmp_path: Path) -> None:
@@ -97,10 +120,6 @@ def test_skew_of_a_run_is_its_worst_layer_and_step(tmp_path: Path) -> None:
 
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("\n".join([line([2, 2, 2, 2], [4, 4, 0, 0]), line([8, 0, 0, 8], [1, 1, 1, 1])]) + "\n")
-    shares = _read(metrics)
-    assert shares[4, 2][0] == 1.0
-    assert shares[4, 2][1].tolist() == [0.5, 0.5, 0, 0]
-    assert shares[4, 4][0] == 0.5
     _, received = Traffic(skew=str(metrics))(Call(tokens=100, top_k=2, experts=4, rank=1, ranks=2))
     assert sum(received.slots) == 400
     assert sum(received.rows) == 200

@@ -15,6 +15,7 @@ from trimtab.errors import ConfigError
 from trimtab.extras import required
 from trimtab.train.config import OPTIONS, Mesh, TrainConfig, flag_of
 from trimtab.train.hub import on_this_disk
+from trimtab.train.plan import check_names
 
 if TYPE_CHECKING:
     from trimtab.plan.layouts import Layout
@@ -63,15 +64,20 @@ def run(options: argparse.Namespace) -> int:
     config = TrainConfig.of(on_this_disk(given)).resolved()
     required("transformers", "trimtab plan", "train")
     from trimtab.plan.device import DEVICES
-    from trimtab.plan.layouts import meshes, plan_layout, skeleton_of
+    from trimtab.plan.layouts import meshes, plan_layout
     from trimtab.plan.picture import draw
     from trimtab.plan.table import quiet, table
+    from trimtab.train.models import inspect, num_experts
 
+    check_names(config)
     whole = None if options.gb is None else options.gb * 1e9
     rates = {"flops": options.tflops * 1e12, "link": options.link * 1e9}
     device = replace(DEVICES[options.device], bytes=whole, **rates)
-    skeleton, experts = skeleton_of(config)
-    every = list(meshes(config, options.ranks, experts))
+    if device.room <= 0:
+        raise ConfigError(f"--gb {options.gb:g}: no more than what --device {device.kind} takes beside tensors")
+    with quiet(options.debug):
+        skeleton = inspect(config.model, config.attn)
+    every = list(meshes(config, options.ranks, experts := num_experts(skeleton)))
     if not every:
         raise ConfigError(f"--ranks {options.ranks}: no layout divides them with {experts} experts and these options")
     out, skews = Path(options.out), list(dict.fromkeys(("even", options.skew, "worst")))
@@ -110,12 +116,9 @@ def run(options: argparse.Namespace) -> int:
 
 def command(row: Layout, given: dict[str, Any], ranks: int) -> str:
     """The command of `trimtab train` that runs a layout; of more ranks than `HOST`, on hosts of so many."""
-    from trimtab.plan.layouts import LAYOUT
-
     start = ["trimtab", "train", "--nproc", str(ranks)]
     if ranks > HOST and ranks % HOST == 0:
         start = ["torchrun", "--nnodes", str(ranks // HOST), "--nproc-per-node", str(HOST), "-m", *start[:2]]
-    for name, value in given.items():
-        if name not in LAYOUT:
-            start += [flag_of(name)] if value is True else [flag_of(name), str(value)]
-    return shlex.join([*start, *row.flags]) + " --data …"
+    for name, value in {**given, **row.options}.items():
+        start += [] if value is False else [flag_of(name), *([] if value is True else [str(value)])]
+    return shlex.join(start) + " --data …"

@@ -8,12 +8,13 @@ Legend: P ranks, C columns of the message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -94,11 +95,6 @@ class Planned(AllToAll):
         return super()._rows(rows, like) if self._rounds else empty_rows(rows, like)
 
 
-@contextmanager
-def planned(traffic: Traffic, *, rounds: bool = False) -> Iterator[None]:
+def planned(traffic: Traffic, *, rounds: bool = False) -> AbstractContextManager[Any]:
     """Have a row `NAME` in `TRANSPORTS`, see `Planned`, for the models that are built inside."""
-    TRANSPORTS[NAME] = partial(Planned, traffic=traffic, rounds=rounds)
-    try:
-        yield
-    finally:
-        del TRANSPORTS[NAME]
+    return patch.dict(TRANSPORTS, {NAME: partial(Planned, traffic=traffic, rounds=rounds)})

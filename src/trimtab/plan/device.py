@@ -53,4 +53,4 @@ DEVICES: dict[str, Device] = {
         foreach=True,
     ),
 }
-"""By kind: "cpu" with Gloo, whose reduce-scatter copies its input, "cuda" with NCCL."""
+"""By kind: "cpu" with Gloo, whose reduce-scatter holds its input twice, "cuda" with NCCL."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
-from trimtab.convert.layouts import experts_modules
+from trimtab.convert.steps import mapping_of
 from trimtab.dispatch.options import COPY_COST, ExchangeOptions
 from trimtab.dispatch.planned import NAME, planned
 from trimtab.errors import ConfigError, TrimtabError, first_line
@@ -19,12 +18,10 @@ from trimtab.plan.traffic import Traffic
 from trimtab.plan.trained import trained
 from trimtab.plan.unrun import kernels_without_values
 from trimtab.plan.without_values import World
-from trimtab.train.config import Mesh, TrainConfig, flag_of
+from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.loading import build_model
-from trimtab.train.models import check_model, inspect
-
-LAYOUT = ("ep", "fsdp", "tp", "replicate", "gradient_checkpointing")
-"""What tells layouts of one run apart."""
+from trimtab.train.models import check_model, check_sharded
+from trimtab.train.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +92,13 @@ class Layout:
         return category, switches[category]
 
     @property
-    def flags(self) -> list[str]:
+    def options(self) -> dict[str, Any]:
         """The options of `trimtab train` that ask for this layout."""
-        found = [word for name in LAYOUT[:4] for word in (flag_of(name), str(getattr(self.mesh, name)))]
-        return found + [flag_of(LAYOUT[4])] * self.config.gradient_checkpointing
+        sizes = {name: size for name, size in asdict(self.mesh).items() if name != "world"}
+        return sizes | {"gradient_checkpointing": self.config.gradient_checkpointing}
 
     def as_json(self) -> dict[str, Any]:
-        told: dict[str, Any] = {name: getattr(self.mesh, name) for name in LAYOUT[:4]}
-        told |= {LAYOUT[4]: self.config.gradient_checkpointing, "skew": self.skew, "fits": self.left >= 0}
+        told = self.options | {"skew": self.skew, "fits": self.left >= 0}
         if self.stages is None:
             return told | {"refused": self.refused}
         stage, most, _ = self.peak
@@ -111,19 +107,12 @@ class Layout:
         return told | ({} if self.left >= 0 else {"refused": self.words})
 
 
-def skeleton_of(config: TrainConfig) -> tuple[Any, int]:
-    """The model on the meta device, and its number of experts: of several the one that divides all."""
-    skeleton = inspect(config.model, config.attn)
-    return skeleton, math.gcd(*(int(each.num_experts) for each in experts_modules(skeleton).values()))  # type: ignore[arg-type]
-
-
 def meshes(config: TrainConfig, ranks: int, num_experts: int) -> Iterator[tuple[TrainConfig, Mesh]]:
     """All layouts that divide, with what `config` fixes: experts over many ranks first, then tp, then replicas."""
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    of = {name: sizes if getattr(config, name) is None else [getattr(config, name)] for name in LAYOUT[:4]}
-    again = (True,) if config.gradient_checkpointing else (False, True)
-    for replicas, tp, ep, recompute in product(of["replicate"], of["tp"], reversed(of["ep"]), again):
-        asked = replace(config, replicate=replicas, tp=tp, ep=ep, gradient_checkpointing=recompute)
+    free = {"replicate": sizes, "tp": sizes, "ep": sizes[::-1], "gradient_checkpointing": (False, True)}
+    for values in product(*([getattr(config, name)] if getattr(config, name) else all for name, all in free.items())):
+        asked = replace(config, **dict(zip(free, values, strict=True)))
         try:
             yield asked, Mesh.of(asked, world=ranks, num_experts=num_experts)
         except ConfigError:
@@ -131,12 +120,13 @@ def meshes(config: TrainConfig, ranks: int, num_experts: int) -> Iterator[tuple[
 
 
 def plan_layout(config: TrainConfig, mesh: Mesh, device: Device, skew: str = "even", *, skeleton: Any) -> Layout:
-    """Plan one layout of the run of `config`, which is resolved. skeleton: of `skeleton_of`.
+    """Plan one layout of the run of `config`, which is resolved. skeleton: the model on the meta device, of `inspect`.
 
     Raises:
         ConfigError: there is a process group; `skew` is none.
     """
-    options = ExchangeOptions(replicate_experts=config.tolerance, copy_cost=config.copy_cost or COPY_COST)
+    cost = COPY_COST if config.copy_cost is None else config.copy_cost
+    options = ExchangeOptions(replicate_experts=config.tolerance, copy_cost=cost)
     traffic = Traffic(skew=skew, replication=options.replication)
 
     def run(chosen: Sequence[int]) -> Stages:
@@ -150,6 +140,7 @@ def plan_layout(config: TrainConfig, mesh: Mesh, device: Device, skew: str = "ev
     kinds = kinds_of(skeleton)
     try:
         check_model(config, skeleton, mesh, ())
+        check_sharded(() if config.model in PRESETS else mapping_of(skeleton), skeleton, mesh)
         return Layout(**found, stages=extrapolated(kinds, run))
     except TrimtabError as error:
         return Layout(**found, refused=error.message)

@@ -3,7 +3,7 @@
     with Ledger() as ledger:
         ledger.know(model.parameters(), "weights")
         ledger.phase = "forward"
-        ...
+        ...                             # gradients and moments are known from optimizers' steps
     most, at = ledger.peak()
     ledger.categories(at)
 
@@ -17,14 +17,17 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -86,7 +89,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._rounding, self._kernels, self._holds = rounding, kernels, holds
         self.flops = self._depth = self._inside = self._paused = 0
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
 
     @property
     def clock(self) -> int:
@@ -153,19 +156,26 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._depth:
             self._instead(torch.UntypedStorage, "resize_", self._resize)
             self._instead(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._unseen)
+            for hook in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+                self._undo.callback(hook(self._stepped).remove)
         self._depth += 1
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._depth -= 1
-        while self._undo and not self._depth:
-            self._undo.pop()()
+        if not self._depth:
+            self._undo.close()
 
     def _instead(self, of: Any, name: str, by: Callable[..., Any]) -> None:
         own = getattr(of, name)
-        setattr(of, name, lambda *args: by(own, *args))
-        self._undo.append(lambda: setattr(of, name, own))
+        self._undo.enter_context(patch.object(of, name, lambda *args: by(own, *args)))
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Before a step of an optimizer, which may free gradients, and behind it, when moments are there."""
+        self.know((p.grad for group in optimizer.param_groups for p in group["params"]), "gradients")
+        states = (value for state in optimizer.state.values() for value in state.values())
+        self.know((value for value in states if isinstance(value, Tensor)), "moments")
 
     def _resize(self, own: Callable[..., Any], held: torch.UntypedStorage, size: int) -> Any:
         done = own(held, size)

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch import nn
 
 from trimtab.dispatch.options import COPY_COST, ExchangeOptions, Replication
 from trimtab.dispatch.planned import planned
 from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.plan.device import DEVICES
-from trimtab.plan.ledger import Ledger
+from trimtab.plan.ledger import FORWARD, Ledger
 from trimtab.plan.traffic import Traffic
 from trimtab.plan.without_values import World
 
@@ -52,26 +50,14 @@ def plan_memory(
     kind, traffic = DEVICES[device], Traffic(skew=skew, replication=options.replication)
     ledger = Ledger(rounding=kind.rounding, kernels=GroupedMMBackend(), holds=kind.holds)
 
-    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        ledger.know((p.grad for group in optimizer.param_groups for p in group["params"]), "gradients")
-
-    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        states = (value for state in optimizer.state.values() for value in state.values())
-        ledger.know((value for value in states if isinstance(value, Tensor)), "moments")
-
     with World(ranks, rank) as world, planned(traffic, rounds=device == "cpu"):
         model = build()
         world.fill(model)
-        hooks = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        hooks.append(model.register_forward_pre_hook(lambda *_: setattr(ledger, "phase", "forward")))
-        hooks.append(model.register_forward_hook(lambda *_: setattr(ledger, "phase", "behind it")))
-        try:
-            with world.running(), ledger:
-                ledger.know([*model.parameters(), *model.buffers()], "weights")
-                loop(model)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        model.register_forward_pre_hook(lambda *_: setattr(ledger, "phase", FORWARD))
+        model.register_forward_hook(lambda *_: setattr(ledger, "phase", "behind it"))
+        with world.mode, ledger:
+            ledger.know([*model.parameters(), *model.buffers()], "weights")
+            loop(model)
     peak, at = ledger.peak()
     biggest = [(storage.size, storage.operator, ledger.category(storage)) for storage in ledger.biggest(at)]
     return MemoryPlan(peak=peak, parts=ledger.categories(at), biggest=biggest)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,26 +127,23 @@ def measure(
 ) -> Stages:
     """The stages of the second step of a model that was filled: the first one makes moments. kernels: see `Ledger`."""
     ledger = Ledger(rounding=device.rounding, kernels=kernels or GroupedMMBackend(), holds=device.holds)
-    hooks = _hooked(model, ledger)
     model.train()
-    with world.running(), ledger:
+    with _hooked(model, ledger), world.mode, ledger:
         ledger.know([*model.parameters(), *model.buffers()], "weights")
         optimizer = step.optimizer()
         for group in optimizer.param_groups if device.foreach else ():
             if group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
-        _step(model, step, optimizer, ledger)
+        _step(step, optimizer, ledger)
         before = ledger.flops
         ledger.moved.clear()
-        begin = _step(model, step, optimizer, ledger)
-    for hook in hooks:
-        hook.remove()
+        begin = _step(step, optimizer, ledger)
     spans = [(name, since, until) for (name, since), (_, until) in pairwise(ledger.phases[begin:])]
     points = {name: _points(ledger, *times) for name, *times in spans if name not in (LAYERS, BETWEEN)}
     return Stages(points, ledger.flops - before, ledger.moved, ledger)
 
 
-def _step(model: nn.Module, step: Step, optimizer: torch.optim.Optimizer, ledger: Ledger) -> int:
+def _step(step: Step, optimizer: torch.optim.Optimizer, ledger: Ledger) -> int:
     """Returns the number of the phase in which the last micro-batch begins."""
     begin = 0
     for _ in range(step.grad_accum):
@@ -155,11 +153,8 @@ def _step(model: nn.Module, step: Step, optimizer: torch.optim.Optimizer, ledger
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
     ledger.phase = OPTIMIZER
-    ledger.know((p.grad for p in model.parameters()), "gradients")
     step.clip()
     optimizer.step()
-    held = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    ledger.know(held, "moments")
     optimizer.zero_grad()
     ledger.phase = ""
     return begin
@@ -176,7 +171,8 @@ def _names(model: Any, layers: Sequence[nn.Module]) -> dict[int, str]:
     return found | {last: "backward of the last layer"} | {0: "backward of the first layer"}
 
 
-def _hooked(model: nn.Module, ledger: Ledger) -> list[Any]:
+@contextmanager
+def _hooked(model: nn.Module, ledger: Ledger) -> Iterator[None]:
     """Have the ledger's phases follow the layers; a recompute's forward is part of the backward."""
     layers = layers_of(model)
     names = _names(model, layers)
@@ -191,7 +187,12 @@ def _hooked(model: nn.Module, ledger: Ledger) -> list[Any]:
             tensor.register_hook(lambda _: setattr(ledger, "phase", name))
 
     hooks = [each.register_forward_hook(partial(leave, names.get(i, BETWEEN))) for i, each in enumerate(layers)]
-    return [layers[-1].register_forward_pre_hook(enter), *hooks]
+    hooks.append(layers[-1].register_forward_pre_hook(enter))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _points(ledger: Ledger, since: int, until: int) -> Points:

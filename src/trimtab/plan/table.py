@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from trimtab.plan.device import DEVICES, Device
-from trimtab.plan.layouts import Layout, plan_layout, skeleton_of
+from trimtab.plan.layouts import Layout, plan_layout
 from trimtab.plan.ledger import CATEGORIES
 from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.models import inspect, num_experts
 
 
 @contextlib.contextmanager
@@ -37,8 +38,8 @@ def table(rows: Sequence[Layout], device: Device) -> Iterator[str]:
     fits = "" if device.bytes is None else f" | fits {device.bytes / 1e9:g} GB, {device.free:.0%} kept free"
     yield f" ep fsdp tp repl recompute |   peak  {'  '.join(CATEGORIES)} | {'at':{at}} | at least{fits}"
     for row in rows:
-        mesh, again = row.mesh, "yes" if row.config.gradient_checkpointing else "no"
-        line = f"{mesh.ep:3}{mesh.fsdp:5}{mesh.tp:3}{mesh.replicate:5} {again:9} | "
+        ep, fsdp, tp, times, again = row.options.values()
+        line = f"{ep:3}{fsdp:5}{tp:3}{times:5} {'yes' if again else 'no':9} | "
         if not row.refused:
             stage, most, held = row.peak
             parts = "  ".join(f"{held[name] / unit:{len(name)}.2f}" for name in CATEGORIES)
@@ -53,9 +54,9 @@ def table(rows: Sequence[Layout], device: Device) -> Iterator[str]:
 def memory_lines(config: TrainConfig, ranks: int) -> Iterator[str]:
     """What a run holds in its own layout."""
     config, device = config.resolved(), DEVICES["cuda" if torch.cuda.is_available() else "cpu"]
-    skeleton, experts = skeleton_of(config)
+    skeleton = inspect(config.model, config.attn)
     with quiet(config.debug):
-        mesh = Mesh.of(config, world=ranks, num_experts=experts)
+        mesh = Mesh.of(config, world=ranks, num_experts=num_experts(skeleton))
         row = plan_layout(config, mesh, device, skeleton=skeleton)
     yield "memory  of a rank: as below where tokens fall evenly; trimtab plan has other layouts, and tokens that do not"
     yield from table([row], device)

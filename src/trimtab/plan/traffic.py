@@ -12,7 +12,7 @@
     burst              hot_rank for half of the tokens, random for the others
     zero_expert_rank   the last rank's experts get nothing (of one rank: the last quarter of its experts)
 
-Legend: T local tokens, K experts per token, E experts, P ranks, e = E / P.
+Legend: T local tokens, K experts per token, E experts, P ranks, e = E / P, N records of layers.
 """
 
 from __future__ import annotations
@@ -79,10 +79,6 @@ def _balanced(tokens: int, top_k: int, num_experts: int, g: torch.Generator) -> 
     return decks[:, : hands * top_k].reshape(-1, top_k)[:tokens].contiguous()
 
 
-Shares = dict[tuple[int, int], tuple[float, Tensor]]
-"""By number of experts and of ranks: the share of slots of the busiest rank, at the most, and of each expert then."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """What a rank sends and receives in each call, for `trimtab.dispatch.planned`: that of the busiest rank.
@@ -99,7 +95,7 @@ class Traffic:
     skew: str = "even"
     replication: ReplicationConfig | None = None
     rank: int | None = None
-    _shares: Shares = field(default_factory=dict, repr=False)
+    _shares: dict[int, Tensor] = field(default_factory=dict, repr=False)
     _made: dict[Call, tuple[Moved, Moved]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -148,10 +144,12 @@ class Traffic:
     def _ids(self, call: Call, rank: int) -> Tensor:
         if not self._shares:
             return draw(self.skew, call.tokens, call.top_k, call.experts, rank=rank, ranks=call.ranks)
-        if (call.experts, call.ranks) not in self._shares:
+        if call.experts not in self._shares:
             raise ConfigError(f"{self.skew}: no layer there has {call.experts} experts; give loads of this model")
+        shares_NE = self._shares[call.experts]
+        busiest_N = shares_NE.view(len(shares_NE), call.ranks, -1).sum(2).amax(1)
         # An expert is in 1 - exp(-odds) of the choices, and they add up to K.
-        chosen_E = (self._shares[call.experts, call.ranks][1] * call.top_k).clamp(1e-9, 1 - 1e-6)
+        chosen_E = (shares_NE[busiest_N.argmax()] * call.top_k).clamp(1e-9, 1 - 1e-6)
         return _drawn(-torch.log1p(-chosen_E), call.tokens, call.top_k, torch.Generator().manual_seed(1000 + rank))
 
 
@@ -168,18 +166,14 @@ def _split(number: int, ranks: int) -> list[int]:
     return [number // ranks + (rank < number % ranks) for rank in range(ranks)]
 
 
-def _read(path: Path) -> Shares:
-    """The records of a file with the busiest rank, for every number of ranks that divides the experts."""
-    found: Shares = {}
+def _read(path: Path) -> dict[int, Tensor]:
+    """By the number of experts: the share of slots of each one, [N, E] for all N layers and steps in a file."""
+    found: dict[int, list[Tensor]] = {}
     try:
         for record in read_metrics(path):
             for layer in record["layers"].values():
                 load_E = torch.tensor(layer["tokens_per_expert"], dtype=torch.float64)
-                share_E, experts = load_E / load_E.sum().clamp_min(1), len(load_E)
-                for ranks in (n for n in range(1, experts + 1) if experts % n == 0):
-                    most = float(share_E.view(ranks, -1).sum(1).max())
-                    if most > found.get((experts, ranks), (0.0,))[0]:
-                        found[experts, ranks] = most, share_E
+                found.setdefault(len(load_E), []).append(load_E / load_E.sum().clamp_min(1))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--skew {path}: neither {', '.join(SKEWS)} nor a metrics.jsonl or loads.jsonl of a run "
@@ -187,4 +181,4 @@ def _read(path: Path) -> Shares:
         ) from None
     if not found:
         raise ConfigError(f"--skew {path}: no loads in that file")
-    return found
+    return {experts: torch.stack(shares) for experts, shares in found.items()}

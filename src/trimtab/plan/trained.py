@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from trimtab.errors import ConfigError
 from trimtab.plan.stages import Step
-from trimtab.train.config import Mesh, TrainConfig
-from trimtab.train.loop import MoETrainer, arguments
+from trimtab.train.config import MUON, Mesh, TrainConfig
+from trimtab.train.loop import MoETrainer, arguments, own_optimizer
 from trimtab.train.objective import Objective
 
 
 def trained(model: Any, config: TrainConfig, mesh: Mesh) -> Step:
-    """The step that a run of `config`, which is resolved, takes with a model that `build_model` has built."""
+    """The step that a run of `config`, which is resolved, takes with a model that `build_model` has built.
+
+    Raises:
+        ConfigError: the optimizer reads values of tensors.
+    """
+    if config.optim == MUON and mesh.world > 1:
+        raise ConfigError("--optim muon: over ranks it reads values of tensors, and a plan has none; plan without it")
     trainer: Any = MoETrainer.__new__(MoETrainer)  # whose methods read no more than this
     trainer.model, trainer.mesh, trainer.args = model, mesh, arguments(config, replace(mesh, world=1))
-    trainer.optimizer = trainer.optimizer_cls_and_kwargs = trainer._mixed_mesh_grads = None
+    trainer.optimizer = trainer._mixed_mesh_grads = None
+    trainer.optimizer_cls_and_kwargs = own_optimizer(config)
     trainer.accelerator = SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
     trainer.objective = Objective(model, config.grad_accum)
     shape = config.batch_size, config.seq_len or 0
@@ -31,24 +38,15 @@ def trained(model: Any, config: TrainConfig, mesh: Mesh) -> Step:
         ids = torch.zeros(shape, dtype=torch.int64)
         inputs = {"input_ids": ids, "labels": ids.clone(), "real": ids.bool()}
         trainer._nll, trainer._targets = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
-        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16), _whole_rows():
+        # Rows are one document each; transformers reads positions to find that out, and makes no mask then.
+        whole = patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16), whole:
             made: Tensor = trainer.compute_loss(model, inputs)
         return made
 
     return Step(
         loss=loss,
-        optimizer=lambda: trainer.create_optimizer(),
+        optimizer=trainer.create_optimizer,
         clip=lambda: trainer._clip_grad_norm(model),
         grad_accum=config.grad_accum,
     )
-
-
-@contextmanager
-def _whole_rows() -> Iterator[None]:
-    """Rows of one document each, where transformers reads positions to find that out and makes no mask then."""
-    own = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = own

@@ -9,14 +9,21 @@ from typing import Any
 
 import torch
 
+from trimtab.errors import ConfigError
 from trimtab.kernels.api import Backend
-from trimtab.kernels.choose import names_for
+from trimtab.kernels.choose import RUNS_ON, names_for
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.torch_mm import GroupedMMBackend
 
 
 def kernels_without_values(name: str, kind: str) -> Backend:
-    """Of a ledger, for the kernels that a run on this kind of device asks for by name: whole grouped GEMMs, or C++."""
+    """Of a ledger, for the kernels that a run on this kind of device asks for by name: whole grouped GEMMs, or C++.
+
+    Raises:
+        ConfigError: they do not run on such a device.
+    """
+    if RUNS_ON.get(name, kind) != kind:
+        raise ConfigError(f"--kernels {name}: they run on {RUNS_ON[name]} devices only, not on {kind}")
     if kind == "cpu" and names_for(name, torch.device(kind))[0] == "cpu":
         return UnrunKernels()
     return GroupedMMBackend()

@@ -3,7 +3,7 @@
     with World(ranks=64) as world:
         model = build_model(...)        # on the meta device; so are meshes, `parallelize`, `fully_shard`
         world.fill(model)
-        with world.running(), Ledger() as ledger:
+        with world.mode, Ledger() as ledger:
             ...
 
 The group is of torch's "fake" backend: every collective returns at once and moves nothing.
@@ -11,14 +11,13 @@ The group is of torch's "fake" backend: every collective returns at once and mov
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trimtab.errors import ConfigError
@@ -42,16 +41,19 @@ class WithoutValues(FakeTensorMode):  # type: ignore[no-untyped-call]
             return torch.empty(*rows, b.shape[-1], dtype=a.dtype, device=a.device)
 
 
+@dataclass
 class World:
     """As many ranks as asked for, of which this process is one. One world at a time, and no other process group.
+
+    mode: a context manager in which tensors that are made have no values.
 
     Raises:
         ConfigError: there is a process group.
     """
 
-    def __init__(self, ranks: int, rank: int = 0) -> None:
-        self.ranks, self.rank = ranks, rank
-        self.mode = WithoutValues()
+    ranks: int
+    rank: int = 0
+    mode: WithoutValues = field(default_factory=WithoutValues, init=False)
 
     def __enter__(self) -> World:
         if dist.is_initialized():
@@ -64,32 +66,13 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def running(self) -> WithoutValues:
-        """The mode, a context manager in which tensors that are made have no values."""
-        return self.mode
-
     def fill(self, model: nn.Module) -> None:
-        """Put fake tensors in the place of all parameters and buffers of a model, also of what FSDP2 has sharded."""
-        fake: dict[Tensor, Any] = {}  # by identity, so that shared ones stay so
-        for module in model.modules():
-            held: dict[str, Any]
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if tensor is not None and tensor not in fake:
-                        fake[tensor] = self._fake(tensor)
-                    held[name] = None if tensor is None else fake[tensor]
-        for module in model.modules():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-            with self.mode:
-                for param in group.fsdp_params if group is not None else ():
-                    param.reset_sharded_param()  # type: ignore[no-untyped-call]
-
-    def _fake(self, t: Tensor) -> Tensor:
-        local = t.to_local() if isinstance(t, DTensor) else t
+        """Turn all parameters and buffers of a model into fake tensors, also those that FSDP2 has sharded."""
+        first: dict[nn.Parameter, str] = {}
+        shared = {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
         with self.mode:
-            made: Any = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
-            if isinstance(t, DTensor):
-                made = DTensor.from_local(
-                    made, t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride()
-                )
-            return nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+            model.to_empty(device="cpu")
+        for name, own in shared.items():
+            if name != own:
+                module, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(module), leaf, model.get_parameter(own))

@@ -14,9 +14,9 @@ import trimtab.integrations.transformers
 from trimtab.checkpoint.ranks import on_every_rank
 from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.composite import freeze_what_sees_no_text, language_model_class
-from trimtab.integrations.transformers.quantized.quantizer import QuantizedExpertsConfig
+from trimtab.integrations.transformers.quantized.quantizer import METHOD, QuantizedExpertsConfig
 from trimtab.train.config import Mesh, TrainConfig
-from trimtab.train.models import read_config, with_adapters
+from trimtab.train.models import experts_format, read_config, with_adapters
 
 IMPLEMENTATION = "trimtab"
 
@@ -26,8 +26,11 @@ def load_model(path: Path, config: TrainConfig, mesh: Mesh) -> Any:
 
     Every rank must call. Raises ConfigError for a checkpoint that lacks weights, or whose weights are not finite.
     """
+    options = _options(config, mesh, IMPLEMENTATION, "alltoall")
+    if config.quantize == "keep":
+        del options["quantization_config"]  # the checkpoint's own
     model, report = language_model_class(read_config(str(path))).from_pretrained(
-        path, local_files_only=True, output_loading_info=True, **_options(config, mesh, IMPLEMENTATION, "alltoall")
+        path, local_files_only=True, output_loading_info=True, **options
     )
     # transformers fills these with random numbers, which would pass for a checkpoint that learns badly.
     if absent := sorted(report["missing_keys"]):
@@ -71,8 +74,8 @@ def _options(config: TrainConfig, mesh: Mesh, name: str, transport: str) -> dict
         kernels=config.kernels,
     )  # fmt: skip
     options: dict[str, Any] = {}
-    if config.quantize not in (None, "keep"):
-        options["quantization_config"] = QuantizedExpertsConfig(config.quantize)
+    if held := experts_format(config):
+        options["quantization_config"] = QuantizedExpertsConfig(held, quant_method=METHOD)
     if mesh.world > 1:
         options["distributed_config"] = DistributedConfig(
             ep_size=mesh.ep,

@@ -77,6 +77,12 @@ def arguments(config: TrainConfig, mesh: Mesh) -> TrainingArguments:
     return made
 
 
+def own_optimizer(config: TrainConfig) -> tuple[Any, dict[str, Any]] | None:
+    """What builds an optimizer that the Trainer does not have, and its options; None for one that it has."""
+    made = {"lr": config.lr, "weight_decay": config.weight_decay}
+    return (for_trainer, made) if config.optim == MUON else None
+
+
 class MoETrainer(Trainer):  # type: ignore[misc]
     """`Trainer` for one mesh of ranks over an endless stream of blocks, by a plan whose data is ready and whose steps
     are known. After `train`, `state.global_step` says how many are taken."""
@@ -93,9 +99,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             seed=config.seed,
             skip=checkpoints.start * config.grad_accum * config.batch_size,
         )
-        made = {"lr": config.lr, "weight_decay": config.weight_decay}
-        muon = (for_trainer, made) if config.optim == MUON else None
-        super().__init__(model=model, args=arguments(config, mesh), train_dataset=blocks, optimizer_cls_and_kwargs=muon)
+        own = own_optimizer(config)
+        super().__init__(model=model, args=arguments(config, mesh), train_dataset=blocks, optimizer_cls_and_kwargs=own)
         # compute_loss divides by the targets of the whole accumulated batch.
         self.loss_is_scaled_for_ga = True
         self.mesh, self.metrics = mesh, plan.out / METRICS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -22,7 +23,6 @@ from trimtab.integrations.transformers.summary import own_name
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
 
-IMPLEMENTATION = "trimtab"
 RESUMS = "replicated_with_grad_allreduce"
 """A style of transformers' tp plans, of norms over a head: its hook sums `.grad`, earlier micro-batches included."""
 
@@ -48,9 +48,9 @@ def inspect(model: str, attn: str | None = None) -> Any:
     return skeleton
 
 
-def num_rows(model: Any) -> int:
-    """Rows of the input embedding."""
-    return int(model.get_input_embeddings().num_embeddings)
+def num_experts(model: Any) -> int:
+    """Of each layer; where layers have different numbers of experts, the greatest one that divides all."""
+    return math.gcd(*(int(each.num_experts) for each in experts_modules(model).values()))  # type: ignore[arg-type]
 
 
 def read_config(model: str) -> Any:
@@ -74,7 +74,7 @@ def keeps_documents_apart(model: Any) -> bool:
 
 def check_model(config: TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> None:
     """Raise ConfigError for options that the model, its plans, its tokenizer or adapters on it do not allow."""
-    name, rows = type(model).__name__, num_rows(model)
+    name, rows = type(model).__name__, int(model.get_input_embeddings().num_embeddings)
     for kind, size in {"tp": mesh.tp, "ep": mesh.ep, "fsdp": mesh.fsdp * mesh.replicate}.items():
         if size > 1 and not getattr(model, f"{kind}_plan", None):
             raise ConfigError(f"--{kind} {size}: transformers has no {kind} plan for {name}; use --{kind} 1")
@@ -174,16 +174,24 @@ def _lora_config(model: nn.Module, config: TrainConfig) -> Any:
         raise ConfigError(f"--lora-targets {error}") from None
 
 
-def _quantized_skeleton(skeleton: nn.Module, config: TrainConfig) -> nn.Module:
-    """A copy of the model whose experts are what the run will hold. Raises ConfigError where they cannot be that."""
+def experts_format(config: TrainConfig) -> str | None:
+    """The format in which the run holds experts, None for plain weights. Raises ConfigError for none to keep."""
     from transformers import AutoConfig
 
-    model, name = deepcopy(skeleton), config.quantize
+    if config.quantize != "keep":
+        return config.quantize
+    found = None if config.model in PRESETS else prequantized_format(AutoConfig.from_pretrained(config.model))
+    if found is None:
+        raise ConfigError(
+            f"--quantize keep: the experts of {config.model} are no codes that can be kept; use nf4 or int8"
+        )
+    return found
+
+
+def _quantized_skeleton(skeleton: nn.Module, config: TrainConfig) -> nn.Module:
+    """A copy of the model whose experts are what the run will hold. Raises ConfigError where they cannot be that."""
+    model, name = deepcopy(skeleton), experts_format(config)
     try:
-        if name == "keep":
-            name = None if config.model in PRESETS else prequantized_format(AutoConfig.from_pretrained(config.model))
-            if name is None:
-                raise ConfigError(f"the experts of {config.model} are no codes that can be kept; use nf4 or int8")
         for module in experts_in(model) if name else ():
             allocate_params(module, name or "")
     except ConfigError as error:

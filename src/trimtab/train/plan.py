@@ -130,18 +130,16 @@ def plan_run(config: TrainConfig, world: int) -> Plan:
     required("transformers", "trimtab train", "train")
     from transformers.utils import logging as transformers_logging
 
-    from trimtab.convert.layouts import experts_modules
-    from trimtab.train.models import check_model, check_sharded, inspect, load_tokenizer
+    from trimtab.train.models import check_model, check_sharded, inspect, load_tokenizer, num_experts
     from trimtab.train.weights import open_source, quantization
 
     transformers_logging.disable_progress_bar()
     if not config.debug:
         transformers_logging.set_verbosity_error()
     asked, config, folder = config, config.resolved(), Path(config.model)
-    _check_names(config)
+    check_names(config)
     skeleton, preset = inspect(config.model, config.attn), config.model in PRESETS
-    experts = math.gcd(*(int(each.num_experts) for each in experts_modules(skeleton).values()))  # type: ignore[arg-type]
-    mesh = Mesh.of(config, world=world, num_experts=experts)
+    mesh = Mesh.of(config, world=world, num_experts=num_experts(skeleton))
     source = None if preset else open_source(folder, skeleton, config.drop)
     tokenizer = load_tokenizer(config.model)
     check_model(config, skeleton, mesh, tokenizer)
@@ -219,7 +217,8 @@ def check_kept(config: TrainConfig) -> None:
     raise ConfigError(f"--out {out}: holds {what}; {remedy}give a new folder, or have --overwrite remove it")
 
 
-def _check_names(config: TrainConfig) -> None:
+def check_names(config: TrainConfig) -> None:
+    """Raise ConfigError for an optimizer, or a place for numbers, that is not there."""
     from transformers.integrations import get_available_reporting_integrations
     from transformers.training_args import OptimizerNames
 
