@@ -58,8 +58,7 @@ class Dispatcher:
         fingerprint: anything else that must be the same on every rank, such as "hidden 512 swiglu".
         replication: copy hot experts to other ranks for one call, by this rule, the same on every rank. None, and in a
             group of one: slots go to their expert's own rank. The experts must run replicas (`Dispatched.replicas`).
-        sizes: exchange `Dispatched.sizes_e` with the counts, so that experts that split their rows on the host read no
-            device a second time. On the CPU they count the ids themselves.
+        sizes: for experts that split rows on the host: on a device `Dispatched.sizes_e` comes with the counts.
         etp: the ranks that share each expert's F. Under a guard an error of this group's fails theirs, which would
             wait; and where experts are replicated they plan together, for each computes the slots of all.
 

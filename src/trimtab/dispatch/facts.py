@@ -73,10 +73,8 @@ NO_FACTS = Facts()
 
 @dataclass(frozen=True, kw_only=True)
 class CallId:
-    """One layer call, as every rank of the group must have it.
-
-    fingerprint: the rest of the configuration. sized: the number of columns from SIZES on, one for each expert.
-    """
+    """One layer call, as every rank of the group must have it. fingerprint: the rest of the configuration. sized: the
+    number of columns from SIZES on."""
 
     layer: str
     number: int

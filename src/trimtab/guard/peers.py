@@ -70,8 +70,7 @@ class PeerInfo:
 class _Polled:
     """Waited for as `torch.distributed.Work` is, by asking `is_completed`, with pauses of at most `pause` seconds."""
 
-    late: str
-    pause: float
+    late, pause = "", 0.0
     is_completed: Callable[..., bool]
 
     def wait(self, timeout: timedelta) -> None:

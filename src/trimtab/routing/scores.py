@@ -77,8 +77,8 @@ def exact_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     if len(x_pTD) == len(weight_qED) == 1:
         return y
     y_pTqE = y.view(*x_pTD.shape[:2], *weight_qED.shape[:2])
-    y = y_pTqE.nansum((0, 2))  # infinity times the other parts is NaN
-    return y_pTqE.select(2, 0).select(0, 0).clamp(y, y)  # y, but NaN where the first parts give NaN
+    y = y_pTqE.nansum((0, 2))  # infinity times the other parts may be NaN; the clamp keeps NaN of the first parts
+    return y_pTqE.select(2, 0).select(0, 0).clamp(y, y)
 
 
 class _Logits(Function):
@@ -141,8 +141,8 @@ def count_ids(ids: Tensor, num_experts: int, *, complete: bool = False) -> Tenso
     """
     flat = ids.flatten() if complete else ids.flatten().clamp(-1, num_experts) + 1
     counts = torch.zeros(num_experts + (0 if complete else 2), dtype=torch.int64, device=ids.device)
-    if ids.is_cuda:
-        counts.scatter_(0, flat, 1, reduce="add")  # a launch less; twice as slow on the CPU
+    if ids.is_cuda:  # a launch less; twice as slow on the CPU
+        counts.scatter_(0, flat, 1, reduce="add")
     else:
         counts.scatter_add_(0, flat, torch.ones_like(flat))
     return counts if complete else counts[1:-1]

@@ -31,7 +31,6 @@ BAND = tl.constexpr(8)
 
 SEARCHED = tl.constexpr(512)
 """Segments that the search for a tile's looks at together: with more, registers spill."""
-
 FUSED = {"enable_fp_fusion": True}
 """Options of every launch: a product that is added is rounded once. Triton 3.10 will not do so by itself."""
 
