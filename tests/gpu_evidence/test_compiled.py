@@ -22,11 +22,19 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="a guard of CUDA devices is compiled for PyTorch"),
     pytest.mark.xdist_group("compiled"),
 ]
-CASES = ("sm_90/qwen3", "sm_90/next", "sm_90/half/float32", *(f"{gpu}/half" for gpu in GPUS if gpu != "sm_90"))
+CASES = (
+    "sm_90/qwen3",
+    "sm_90/qwen3/float16",
+    "sm_90/qwen3/float32",
+    "sm_90/next",
+    "sm_90/half/float32",
+    *(f"{gpu}/half" for gpu in GPUS if gpu != "sm_90"),
+)
 GEMMS = {"gate_up", "hidden_grad", "rows", "weight_grad"}
 GOOD = {
-    "gpu": "sm_90", "dtype": "bfloat16", "kernel": "rows", "tile": "128x256x64", "spilled": 64, "fit": 1,
-    "products": 4, "atomics": 0, "narrow": ["%offsets"], "fused": True, "ahead": True, "by_16": False,
+    "gpu": "sm_90", "layer": "half", "dtype": "bfloat16", "kernel": "rows", "tile": "128x256x64",
+    "spilled": 64, "fit": 1, "products": 4, "atomics": 0, "narrow": ["%offsets"], "fused": True, "ahead": True,
+    "by_16": False,
 }  # fmt: skip
 
 
@@ -47,7 +55,7 @@ def test_every_kernel_compiles_without_a_fault(found: dict[str, Any]) -> None:
 def test_every_kernel_of_the_layers_is_there(found: dict[str, Any]) -> None:
     """What is the same for a GPU was compiled once."""
     for gpu in GPUS:
-        for dtype in ("bfloat16", "float32") if gpu == "sm_90" else ("bfloat16",):
+        for dtype in ("bfloat16", "float16", "float32") if gpu == "sm_90" else ("bfloat16",):
             rows = [r for r in found["rows"] if (r["gpu"], r["dtype"]) == (gpu, dtype)]
             assert {r["kernel"] for r in rows if r["tile"]} == GEMMS, (gpu, dtype)
     kernels = {r["kernel"] for r in found["rows"] if r["gpu"] == "sm_90"} - GEMMS
@@ -65,3 +73,4 @@ def test_a_fault_is_found(field: str, value: Any) -> None:
     assert not faults_of(GOOD)
     assert len(faults_of(GOOD | {field: value})) == 1
     assert len(faults_of(GOOD | {"dtype": "float32"})) == 1
+    assert len(faults_of(GOOD | {"layer": "qwen3"})) == 1

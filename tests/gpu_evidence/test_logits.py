@@ -71,7 +71,11 @@ def test_it_is_as_exact_as_a_product_of_float32(
     assert_close(scores.exact_product(x, w), x.double() @ w.double().T, 2e-6, "logits")
     assert scores.exact_product(x[:0], w).shape == (0, E)
     x[3] = torch.nan
-    assert scores.exact_product(x, w)[3].isnan().all()
+    x[3], x[4, 1], x[5, 2], w[7], w[8, 3] = torch.nan, torch.inf, -torch.inf, 0.5, torch.inf
+    got, truth = scores.exact_product(x, w).double(), x.double() @ w.double().T
+    finite = truth.isfinite()
+    torch.testing.assert_close(got[~finite], truth[~finite], rtol=0, atol=0, equal_nan=True)
+    assert_close(got[finite], truth[finite], 2e-6, "beside logits that are not finite")
 
 
 def test_the_parts_of_a_number_are_it() -> None:

@@ -4,6 +4,7 @@ by a graph of calls of ATen where there is none."""
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trimtab.dispatch.options import ReplicationConfig
-from trimtab.dispatch.replica_route import _planned
+from trimtab.dispatch.replica_route import _plan
 from trimtab.kernels import one_launch
 from trimtab.kernels.one_launch import OneLaunch
 
@@ -65,8 +66,8 @@ def test_each_call_plans_what_it_is_given(device: str, inference: bool, monkeypa
         emulated(monkeypatch)
     elif not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    plain = _planned.__wrapped__(ReplicationConfig(copy_cost=20), 0, 1, torch.Size((1, P, E)), torch.device("cpu"))
-    at_once = OneLaunch(plain._function)
+    plain = partial(_plan, ReplicationConfig(copy_cost=20), 0, 1)
+    at_once = OneLaunch(plain)
     g, where = torch.Generator().manual_seed(0), "cpu" if device == "emulated" else device
     held: list[tuple[list[Tensor], list[Tensor]]] = []
     for call in range(5):
@@ -76,7 +77,7 @@ def test_each_call_plans_what_it_is_given(device: str, inference: bool, monkeypa
         with torch.inference_mode(inference and call == 0):
             made = at_once(counts_HPE.to(where), own_E.to(where))
         assert torch.equal(counts_HPE, before)
-        held.append((list(made), list(plain._function(counts_HPE, own_E))))
+        held.append((list(made), plain(counts_HPE, own_E)))
     for call, (made, wanted) in enumerate(held):
         assert len({t.data_ptr() for made, _ in held for t in made}) == 5 * len(made), "results of their own"
         for got, want in zip(made, wanted, strict=True):

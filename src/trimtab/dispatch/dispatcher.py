@@ -58,7 +58,7 @@ class Dispatcher:
         fingerprint: anything else that must be the same on every rank, such as "hidden 512 swiglu".
         replication: copy hot experts to other ranks for one call, by this rule, the same on every rank. None, and in a
             group of one: slots go to their expert's own rank. The experts must run replicas (`Dispatched.replicas`).
-        sizes: for experts that split their rows on the host: `Dispatched.sizes_e`, without another read of a device.
+        sizes: for experts that split rows on the host: on a device `Dispatched.sizes_e` comes with the counts.
         etp: the ranks that share each expert's F. Under a guard an error of this group's fails theirs, which would
             wait; and where experts are replicated they plan together, for each computes the slots of all.
 

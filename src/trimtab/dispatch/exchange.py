@@ -109,7 +109,7 @@ def count_message(rows_P: Tensor, call: CallId, values: Mapping[int, Tensor | in
     """The message [P, C] int64 of a count on the device of `rows_P`: what the host knows goes there in one copy, which
     it does not wait for.
 
-    values: by column; an int, or int64 [P] or [], and [P, e] for SIZES.
+    values: by column; an int, or int64 [P] or [], or [P, e] for SIZES.
     """
     same = [0] * wire.WEIGHTS + facts.columns() + call.columns("count", "forward")
     tensors = {wire.ROWS: rows_P}

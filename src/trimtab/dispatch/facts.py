@@ -8,8 +8,8 @@ Where two ranks differ, every rank raises the same error, with both sides in wor
     tp_tokens    a line of ranks   the line, and its number of sequences (of each pack, too) and positions
     cp_tokens    a line of ranks   the line, and its number of sequences (of each pack, too)
 
-A message is as wide whatever a call uses: ranks out of step meet in messages of one size. On a device alone, where all
-layers of a model have experts that split rows on the host, it also has how many slots each expert of its rank gets.
+A message is as wide whatever a call uses: ranks out of step meet in messages of one size. On a device a
+`Dispatcher` with sizes=True appends how many slots go to each expert of the receiver; then all layers must.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ NO_FACTS = Facts()
 
 @dataclass(frozen=True, kw_only=True)
 class CallId:
-    """One layer call, as every rank of the group must have it. `fingerprint`: the rest of the configuration. sized: how
-    many columns behind the others have the slots of each expert."""
+    """One layer call, as every rank of the group must have it. fingerprint: the rest of the configuration. sized: the
+    number of columns from SIZES on."""
 
     layer: str
     number: int

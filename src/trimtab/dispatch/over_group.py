@@ -62,7 +62,7 @@ def watched(guard: Guard | None, collective: Callable[..., Any], *calls: tuple[A
 
 
 def read(guard: Guard | None, counts: Tensor) -> Any:
-    """`counts.tolist()`. The guard waits where they are on a device."""
+    """`counts.tolist()`; for counts on a device the guard does the waiting, so that a lost rank is named."""
     if guard is None or not guard.waits or counts.device.type == "cpu":
         return counts.tolist()
     guard.wait(arrival := Arrival(counts))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -103,22 +104,21 @@ def _rows(t: Tensor) -> Tensor:
     return row_major(t.detach().reshape(t.shape[0], t.shape[1:].numel()))
 
 
-@cache
-def _planned(config: ReplicationConfig, etp_rank: int, rank: int, *where: object) -> OneLaunch:
-    """Of all layers with counts of one shape on one device: a function of counts [H, P, E] and this rank's own [E] to a
-    plan's tensors, this rank's `slot_shares`, the PLAN of its handshake, and its slots of replicas [P]."""
+_launches: WeakValueDictionary[tuple[object, ...], OneLaunch] = WeakValueDictionary()
+"""One for all layers whose counts have one shape on one device, while one of them lives."""
 
-    def made(counts_HPE: Tensor, own_E: Tensor) -> list[Tensor]:
-        mine_E = counts_HPE[etp_rank, rank]
-        fits = (mine_E == own_E).all()
-        mine_E.copy_(own_E)  # where it does not fit, cells still hold this rank's slots until all ranks have raised
-        plan = p = replica_plan(counts_HPE, config)
-        cells_EP = slot_shares(plan, counts_HPE, etp_rank, rank)
-        fact = torch.where(fits, plan.checksum & _NOT_NEGATIVE, facts.UNFIT)
-        of_replicas_P = (cells_EP * (plan.place_EP >= counts_HPE.shape[2] // counts_HPE.shape[1])).sum(0)
-        return [p.slots_EP, p.place_EP, p.replicas_PP, p.cap, p.checksum, cells_EP, fact, of_replicas_P]
 
-    return OneLaunch(made)
+def _plan(config: ReplicationConfig, etp_rank: int, rank: int, counts_HPE: Tensor, own_E: Tensor) -> list[Tensor]:
+    """A `ReplicaPlan`'s tensors, this rank's `slot_shares`, the PLAN of its handshake, and its slots of replicas [P].
+    Writes own_E, this rank's counts [E], into counts_HPE."""
+    mine_E = counts_HPE[etp_rank, rank]
+    fits = (mine_E == own_E).all()
+    mine_E.copy_(own_E)  # where it does not fit, cells still hold this rank's slots until all ranks have raised
+    p = replica_plan(counts_HPE, config)
+    cells_EP = slot_shares(p, counts_HPE, etp_rank, rank)
+    fact = torch.where(fits, p.checksum & _NOT_NEGATIVE, facts.UNFIT)
+    of_replicas_P = (cells_EP * (p.place_EP >= counts_HPE.shape[2] // counts_HPE.shape[1])).sum(0)
+    return [p.slots_EP, p.place_EP, p.replicas_PP, p.cap, p.checksum, cells_EP, fact, of_replicas_P]
 
 
 class ReplicaPlanner:
@@ -134,15 +134,18 @@ class ReplicaPlanner:
     ) -> None:  # fmt: skip
         self.config, self.num_experts, self.transport, self.etp, self._run = config, num_experts, transport, etp, run
         self.home = num_experts // transport.size
+        self._launches: dict[torch.device, OneLaunch] = {}
 
     def place(self, ids_TK: Tensor, call: CallId) -> tuple[Tensor, ReplicaPlan, dict[int, Tensor]]:
         """Plan a call and place this rank's slots by it; -1 drops a slot. Collective. Returns where they go, r * 2 m +
         place for place m and on the replicas on rank r, the plan, and columns of the handshake: replicas, slots of
         replicas, the plan's checksum."""
-        rank, etp_rank = self.transport.rank, 0 if self.etp is None else self.etp.rank
-        own_E = count_ids(ids_TK.long(), self.num_experts)
+        rank, own_E = self.transport.rank, count_ids(ids_TK.long(), self.num_experts)
         counts_HPE = self.gather(own_E, call)
-        planned = _planned(self.config, etp_rank, rank, counts_HPE.shape, counts_HPE.device)
+        if (planned := self._launches.get(own_E.device)) is None:
+            of = self.config, 0 if self.etp is None else self.etp.rank, rank
+            planned = _launches.setdefault((*of, counts_HPE.shape, own_E.device), OneLaunch(partial(_plan, *of)))
+            self._launches[own_E.device] = planned
         *made, cells_EP, fact, of_replicas_P = planned(counts_HPE, own_E)
         plan = ReplicaPlan(*made)
         columns = {facts.REPLICAS: plan.replicas_PP[rank], facts.REPLICA_SLOTS: of_replicas_P, facts.PLAN: fact}

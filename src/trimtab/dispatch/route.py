@@ -201,7 +201,7 @@ class Dispatched:
     ids_MK: [M', K] int local expert ids, -1 where a slot is not this rank's. [M', 1] with "ordered".
     weights_MK: [M', K] float32 (float64 for float64 tokens).
     num_slots: how many ids are not -1, or how many at most, where the host knows it.
-    sizes_e: slots of each expert among the rows, where a `Dispatcher` with sizes=True has exchanged them.
+    sizes_e: slots of each local expert, on the host; None unless a `Dispatcher` with sizes=True exchanged them.
     replicas: with replicated experts, the way of the weights; ids of replicas follow those of the rank's own experts.
     """
 

@@ -117,8 +117,8 @@ class GroupedModule(nn.Module):
     def backward_dw(self) -> None:
         """Weight and bias gradients of the oldest backward that has not had them yet; hooks fire now.
 
-        Does nothing without `delay_wgrad`: the backward has already done it. On a CUDA stream of its own it waits for
-        the backward's, and the optimizer's stream is to wait for this one.
+        Does nothing without `delay_wgrad`: the backward has already done it. Called on another CUDA stream than
+        the backward's, it waits for that one; the optimizer's stream must then wait for the caller's.
 
         Raises:
             InputError: no backward is waiting.

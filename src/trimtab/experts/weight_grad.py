@@ -238,8 +238,8 @@ class DelayedGradients:
 
 
 def unchanged(job: WgradJob, reads: Sequence[Tensor]) -> WgradJob:
-    """The job, which raises InputError if a tensor that it reads was changed in place meanwhile. Run on another stream
-    than this backward's, it waits for that, and what it reads is kept until it has been read."""
+    """The job, which raises InputError if a tensor that it reads was changed in place meanwhile. On a stream other than
+    this backward's it waits for the backward, and keeps the memory that it reads until it has read it."""
     versions = [(t, t._version) for t in reads if not t.is_inference()]
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     made = None if stream is None else stream.record_event()

@@ -2,8 +2,8 @@
 
 Each rank writes its place into its own memory; nothing is sent. Where a collective over Gloo fails or outlives its
 deadline, this rank looks at the records and processes of the ranks of its host, judges, and leaves its verdict in its
-record, so that all raise the first cause. Who waits reads the records of the others, from the first collective on. On a
-device that is where the host reads counts, and nowhere else. No thread runs but while the store is asked for the peers.
+record, so that all raise the first cause. Who waits reads the records of the others, from the first collective on. With
+a device the host waits only where it reads counts. No thread runs but while the store is asked for the peers.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Guard(SharedWhenCopied):
         return self._record.place()
 
     def wait(self, *works: Waiting) -> None:
-        """Wait for collectives over Gloo, through shared memory, or what a device sends (`Arrival`), in slices, so that
-        this thread stays in charge.
+        """Wait for collectives over Gloo or through shared memory, or for values from a device (`Arrival`), in slices,
+        so that this thread stays in charge.
 
         Raises:
             PeerLost, PhaseTimeout: the first cause, the same on every rank of this host.
@@ -148,7 +148,7 @@ class Guard(SharedWhenCopied):
                         ask = now + min(now - start, _SELDOM)
                     if (known := self._known()) is not None:
                         raise known.error(self._waited(start))
-                    # Any other work fails by itself. Who is gone may have come before it went: look twice.
+                    # Other work fails by itself. A rank may have answered just before it ended: look twice.
                     before, lost = lost, isinstance(work, Introductions | Arrival) and self._lost()
                     if (before and lost) or time.monotonic() - start >= self.deadline:
                         raise self._judged(start, "")

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from trimtab.errors import first_line
 from trimtab.guard.record import RankRecord
 
-_SPIN = 2e-3
 _NOT_THERE = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
@@ -68,28 +68,26 @@ class PeerInfo:
 
 
 class _Polled:
-    """Waited for as `torch.distributed.Work` is, by asking: at once for as long as an exchange of counts takes, then
-    after a pause of at most so many seconds."""
+    """Waited for as `torch.distributed.Work` is, by asking `is_completed`, with pauses of at most `pause` seconds."""
 
-    late, pause = "", 0.02
+    late, pause = "", 0.0
+    is_completed: Callable[..., bool]
 
     def wait(self, timeout: timedelta) -> None:
-        start, pause = time.monotonic(), 0.0
+        start, waited = time.monotonic(), 0.0
         while not self.is_completed():
-            if (waited := time.monotonic() - start) > timeout.total_seconds():
+            if waited > timeout.total_seconds():
                 raise RuntimeError(self.late)
-            time.sleep(pause)
-            pause = 0.0 if waited < _SPIN else min(waited / 4, self.pause)
-
-    def is_completed(self) -> bool:
-        raise NotImplementedError
+            time.sleep(min(waited / 4, self.pause))
+            waited = time.monotonic() - start
 
 
 class Arrival(_Polled):
-    """A copy of a device's tensor in pinned memory, `values`, which is there once the event behind it is. It does not
-    fail where a rank is lost: the event just never comes. Asking raises an error of the device's own."""
+    """A copy of a device's tensor in pinned memory, `values`, valid once the event recorded after it has completed. If
+    a rank is lost, it never completes. Raises the device's own errors. It is asked without a pause, as CUDA does in
+    `tensor.tolist()`: in a pause the device would run out of kernels."""
 
-    late, pause = "the device has not come to what the host reads", 1e-4
+    late, pause = "the device has not reached the counts that the host reads", 0.0
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.values = tensor.to("cpu", non_blocking=True)  # pinned
@@ -106,7 +104,7 @@ class Introductions(_Polled):
     Can be waited for: until all ranks have spoken.
     """
 
-    late = "not all ranks have come to their first exchange"
+    late, pause = "not all ranks have come to their first exchange", 0.02
 
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         self.rank, self._world = dist.get_rank(group), dist.get_process_group_ranks(group)

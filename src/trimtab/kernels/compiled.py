@@ -195,7 +195,7 @@ class CompiledKernels(TorchBackend):
         return self._faults[asked]
 
     def _run(self, name: str, fields: Mapping[str, Any], address: Callable[[str, Tensor], int] | None = None) -> None:
-        """address: where a field's tensor lies, for who has none and wants the memory of a call alone."""
+        """address: the address of a field's tensor. With it nothing is run: only the call's memory is allocated."""
         get, own = fields.get, fields["type"]
         threads = get("threads") or torch.get_num_threads()
         numbers = [get(field, 0) for field in _NUMBERS]

@@ -1,4 +1,4 @@
-"""A function of many small kernels that goes to a CUDA device as one launch, a CUDA graph."""
+"""A function of many small kernels, launched on CUDA as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ def on_cuda(t: Tensor) -> bool:
 
 
 class OneLaunch:
-    """Calls `function`, which reads no value on the host, for tensors of one set of shapes and dtypes on one device.
+    """`function`, for arguments that always have the same shapes, dtypes and device. It must not read values on the
+    host, and its results must have one dtype.
 
-    On CUDA its kernels are recorded at the first call, and later ones replay them: a copy of each given tensor, a
-    launch, and a copy of the results, which all have one dtype. Elsewhere the function is called.
+    On CUDA the first call records its kernels in a graph; each call fills the graph's inputs, replays it, and
+    clones the results. On other devices `function` is called.
     """
 
     def __init__(self, function: Callable[..., Sequence[Tensor]]) -> None:
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __deepcopy__(self, memo: object) -> OneLaunch:
+        return self  # a copy of its layer may use it too
 
     def __call__(self, *given: Tensor) -> Sequence[Tensor]:
         if not on_cuda(given[0]):
@@ -42,7 +46,7 @@ class OneLaunch:
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def _record(self, given: Sequence[Tensor], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        """Without a wait for the device, as `torch.cuda.graph` has one; other threads may launch meanwhile."""
+        """Capture without the device synchronization of `torch.cuda.graph`; other threads may launch meanwhile."""
         graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._given = [torch.empty_like(t).copy_(t) for t in given]

@@ -101,8 +101,8 @@ def in_clean_thread(device: torch.device, run: Callable[[], T]) -> T:
 
 
 class ReadOn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Operators within run on `stream`. The memory of what they take, if it is another stream's, is not given to others
-    before they have read it."""
+    """`Tensor.record_stream(stream)` for each argument of the operators within, which run on `stream`: memory of
+    another stream is not reused before they have read it."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -215,8 +215,8 @@ class ParallelExperts(ExpertMLP):
 
 
 class _Delivered(Function):
-    """Identity; the gradient is multiplied. Where an owner is given it is a dummy, for the gradient is in `main_grad`:
-    the owner is told so on the parameter, before the parameter's hooks fire."""
+    """Identity; the gradient is multiplied by `factor`. With an owner, a parameter, the gradient is a dummy, for the
+    real one is in `main_grad`: `grad_added_to_main_grad` is set on the parameter before its hooks fire."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float, owner: Sequence[Any]) -> Tensor:

@@ -26,7 +26,7 @@ class Engine:
     """One recipe's layout of scales for `torch.nn.functional.scaled_grouped_mm`, which takes both of its products.
 
     Reads nothing on the host. scaling: a name in `torch.nn.functional.ScalingType`. options: more of its arguments.
-    alignment: of segments. capability: the first that has it; so have later ones of its generation, and no other.
+    alignment: of segments. capability: the lowest that has it; only later minor versions of the same major have it too.
     multiple: that widths are multiples of.
     """
 

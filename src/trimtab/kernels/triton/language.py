@@ -30,7 +30,7 @@ BAND = tl.constexpr(8)
 """Row tiles that take turns at one column of a weight."""
 
 SEARCHED = tl.constexpr(512)
-"""Segments that are looked at together in search of a tile's: more spill."""
+"""Segments that the search for a tile's looks at together: with more, registers spill."""
 FUSED = {"enable_fp_fusion": True}
 """Options of every launch: a product that is added is rounded once. Triton 3.10 will not do so by itself."""
 
@@ -86,8 +86,8 @@ CDNA = Gemms(
     rows=_SHORT, across=_SHORT, gate_up=replace(_NARROW, stages=2), dh=_SHORT, wgrad=_SHORT, wgrad_gathered=_SHORT
 )
 TILES = (((12, 0), WARPS), ((10, 0), BLACKWELL), ((9, 0), HOPPER), ((8, 6), WARPS), ((0, 0), AMPERE))
-"""By the least compute capability of CUDA that takes them. They fit the shared memory and spill 64 bytes of a thread at
-most where they were compiled: for 8.0, 9.0, 10.0, 12.0 and gfx942. None was tuned on a device."""
+"""By the lowest CUDA compute capability that takes them. Compiled for 8.0, 9.0, 10.0, 12.0 and gfx942 they fit the
+shared memory and spill at most 64 bytes of a thread. None was tuned on a device."""
 
 
 @lru_cache(maxsize=64)
