@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -283,7 +284,9 @@ def run_gpu(options: argparse.Namespace) -> int:
     if not 0 < options.minutes < math.inf:
         raise ConfigError("--minutes must be more than 0, and a number")
     chosen = [stage for stage in STAGES if options.only is None or stage.name in options.only]
-    outcomes = run_stages(chosen, options.out.resolve(), options.device, 60 * options.minutes, say=_line)
+    outcomes = run_stages(
+        chosen, options.out.resolve(), options.device, 60 * options.minutes, say=partial(print, flush=True)
+    )
     print(f"page: {options.out / 'gpu.md'}")
     return code_of(outcomes)
 
@@ -372,10 +375,6 @@ def _command(arguments: Sequence[str]) -> str:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _line(text: str) -> None:
-    print(text, flush=True)
 
 
 def _print(record: Record) -> None:

@@ -18,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contestant import Contestant
-from benchmarks.layer_truth import compare
-from benchmarks.race import Judge
+from benchmarks.step import DTYPES, first_is_right
 from benchmarks.subject import Subject, Where
 from benchmarks.task import Task
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ADAMW, ITERATION = "AdamW", "Newton-Schulz"
 FORMS = ("default", "foreach", "fused")
 BOUNDS = {"bf16": 1e-2, "fp32": 1e-5}
@@ -69,16 +67,6 @@ def iteration_task(shape: Sequence[int], *, threads: int) -> Task:
     )
 
 
-def first_is_right(bound: float) -> Judge:
-    seen: list[list[dict[str, Tensor]]] = []
-
-    def judge(_: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:
-        seen.append(outcomes)
-        return compare(outcomes, seen[0], bound)
-
-    return judge
-
-
 def singular(_: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:
     largest = max(float(one["largest"]) for one in outcomes)
     return None if largest <= LARGEST else f"a singular value of {largest:.2f}"
@@ -97,10 +85,8 @@ def build_adamw(args: dict[str, Any], where: Where) -> Subject:
     if args["form"] == "bytes":
         held = torch.ones(7 * torch.Size(args["shape"]).numel() // 2, dtype=DTYPES[args["dtype"]])
         return Subject(modes={ADAMW: lambda: held.mul_(1.0)})
-    stack, options = (
-        Stack(args["shape"], DTYPES[args["dtype"]]),
-        {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)},
-    )
+    stack = Stack(args["shape"], DTYPES[args["dtype"]])
+    options: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95)}
     optimizer: torch.optim.Optimizer
     if args["form"] == "trimtab":
         from trimtab.optim import Muon

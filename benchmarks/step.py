@@ -115,7 +115,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
 
 
 def first_is_right(bound: float) -> Judge:
-    """Loss and gradients of the first step must be those of the first contestant that was asked."""
+    """What each gives must be what the first contestant that was asked gave."""
     seen: list[list[dict[str, Tensor]]] = []
 
     def judge(contestant: Contestant, outcomes: list[dict[str, Tensor]]) -> str | None:

@@ -31,7 +31,9 @@ def as_text(header: Sequence[str], rows: Rows) -> str:
 def as_markdown(header: Sequence[str], rows: Rows) -> str:
     """A pipe table."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )
 
 
 def duration(seconds: float | None) -> str:

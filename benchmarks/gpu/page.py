@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.gpu.layers import DEFAULT, FUSED, SHAPES, TOKENS
 from benchmarks.subject import BOTH, FORWARD
+from benchmarks.table import as_markdown
 
 BAR = 1.25
 """How much faster the fused products must be than the default, forward and backward, to stay."""
@@ -54,7 +55,7 @@ def page(out: Path) -> str:
         f"`python -m benchmarks gpu --minutes {run['minutes']:g}{'' if run['device'] == 'cuda' else ' --device cpu'}`",
         f"{machine.get('device', 'No device was described')}. {machine.get('words', '')}. Revision "
         f"{machine.get('machine', {}).get('revision') or 'unknown (a copy of the tree)'}.",
-        _table(("stage", "says", "verdict", "s"),
+        as_markdown(("stage", "says", "verdict", "s"),
                [(o["stage"], o["status"], o["verdict"], f"{o['seconds']:.0f}") for o in run["outcomes"]]),
         f"## Decided\n\n{RULE}\n\n**{decision(run, found)}**",
     ]  # fmt: skip
@@ -62,19 +63,19 @@ def page(out: Path) -> str:
         parts.append("## Layers")
         parts.append("Median of turns, by CUDA events; weights shared between contestants; memory beyond what was "
                      "there before a step, gradients of weights included.")  # fmt: skip
-        parts.append(_table(
+        parts.append(as_markdown(
             ("shape", "tokens", "contestant", "forward, ms", "TFLOP/s", "forward+backward, ms", "TFLOP/s", "peak, GiB"),
             [_layer(row) for row in rows],
         ))  # fmt: skip
     if backends := found.get("profile", {}).get("backends"):
         parts.append(f"## One step, {found['profile']['shape']}, {found['profile']['tokens']:,} tokens")
-        parts.append(_table(
+        parts.append(as_markdown(
             ("contestant", "launches", "host waits", "kernels, ms", "the longest (times, ms)"),
             [_profile(name, one) for name, one in backends.items()],
         ))  # fmt: skip
     if tiles := found.get("tiles", {}).get("rows"):
         parts.append(f"## Tiles, {found['tiles']['tokens']:,} tokens")
-        parts.append(_table(
+        parts.append(as_markdown(
             ("launch", "tiles", "ships", "ms", "TFLOP/s"),
             [(r["launch"], r["tiles"], "yes" if r["ships"] else "", *_rate(r)) for r in tiles],
         ))  # fmt: skip
@@ -98,10 +99,3 @@ def _profile(name: str, one: dict[str, Any]) -> Sequence[str]:
 
 def _rate(row: dict[str, Any]) -> tuple[str, str]:
     return (f"{row['ms']:.3f}", f"{row['teraflops']:.0f}") if "ms" in row else (row["failed"], "")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
-    )

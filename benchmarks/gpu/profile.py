@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from typing import Any
 
@@ -14,14 +15,7 @@ from benchmarks.layer_case import LayerData, expert_weights
 from benchmarks.subject import BOTH
 from trimtab.errors import first_line
 
-LAUNCHES = (
-    "cudaLaunchKernel",
-    "cuLaunchKernel",
-    "hipLaunchKernel",
-    "hipModuleLaunchKernel",
-    "hipExtModuleLaunchKernel",
-)
-WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "hipStreamSynchronize", "hipEventSynchronize")
+CALLS = {"launches": r"(cuda|cu|hip\w*)LaunchKernel", "waits": r"(cuda|hip)(Stream|Event)Synchronize"}
 MOST = 12
 """Kernels that are kept of each backend."""
 
@@ -53,24 +47,10 @@ def _profiled(run: Measuring, step: Any) -> dict[str, Any]:
     with profile(activities=activities) as seen:
         step()
         run.synchronize()
-    events = seen.key_averages()
-    print(
-        events.table(
-            sort_by="cuda_time_total" if run.on_cuda else "cpu_time_total", row_limit=40, max_name_column_width=90
-        )
-    )
-    if run.on_cuda:
-        kernels = [
-            (e.key, e.count, e.self_device_time_total / 1e3)
-            for e in events
-            if e.device_type != torch.autograd.DeviceType.CPU
-        ]
-    else:  # operators stand for kernels
-        kernels = [(e.key, e.count, e.self_cpu_time_total / 1e3) for e in events]
+    events, kind = seen.key_averages(), "device" if run.on_cuda else "cpu"  # of a CPU operators stand for kernels
+    print(events.table(sort_by=f"self_{kind}_time_total", row_limit=40, max_name_column_width=90))
+    ours = [e for e in events if (e.device_type != torch.autograd.DeviceType.CPU) == run.on_cuda]
+    kernels = [(e.key[:80], e.count, getattr(e, f"self_{kind}_time_total") / 1e3) for e in ours]
     kernels.sort(key=lambda kernel: -kernel[2])
-    return {
-        "launches": sum(e.count for e in events if e.key.startswith(LAUNCHES)),
-        "waits": sum(e.count for e in events if e.key.startswith(WAITS)),
-        "ms": sum(ms for _, _, ms in kernels),
-        "kernels": [[name[:80], count, ms] for name, count, ms in kernels[:MOST]],
-    }
+    called = {what: sum(e.count for e in events if re.match(names, e.key)) for what, names in CALLS.items()}
+    return {**called, "ms": sum(ms for _, _, ms in kernels), "kernels": kernels[:MOST]}

@@ -11,7 +11,7 @@ from helpers.doc_blocks import FIRST, PAGES, ROOT, Block, blocks_of, run_page
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 RUN_AT_LEAST = 67
-MARKED = {"minutes": 8, "tested": 6, "clone": 5, "elsewhere": 8, "network": 1}
+MARKED = {"minutes": 8, "tested": 7, "clone": 5, "elsewhere": 7, "network": 1}
 """Blocks that do not run with the others, by the reason that their page gives."""
 
 

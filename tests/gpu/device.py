@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
+
+from helpers.comparing import assert_close
 
 DEVICE = os.environ.get("TRIMTAB_GPU_TESTS", "cuda")
 REHEARSED = DEVICE == "cpu"
@@ -52,7 +54,18 @@ def _sync_debug(mode: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def captured(run: Run) -> Run:
+def one_graph_serves(run: Run, changes: Mapping[str, Callable[[], object]], bound: float = 1e-6) -> Run:
+    """One CUDA graph of `run` gives, behind each of `changes`, what `run` gives. Returns the graph's replay."""
+    graph = _captured(run)
+    for name, change in changes.items():
+        change()
+        replayed = [t.clone() for t in graph()]
+        for i, (got, wanted) in enumerate(zip(replayed, run(), strict=True)):
+            assert_close(got.cpu(), wanted.cpu(), bound, f"{name}: result {i}")
+    return graph
+
+
+def _captured(run: Run) -> Run:
     """`run` as the replay of a CUDA graph, which gives the same tensors each time.
 
     A capture that fails raises, and leaves the current stream as it was.

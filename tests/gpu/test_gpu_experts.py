@@ -5,12 +5,13 @@ Skipped only where there is no CUDA device.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from gpu.device import DEVICE, captured, need_offsets_on_the_device, needs_device, no_sync
-from helpers.comparing import assert_close
+from gpu.device import DEVICE, need_offsets_on_the_device, needs_device, no_sync, one_graph_serves
 from helpers.expert_checks import (
     BOUNDS,
     SIZES,
@@ -71,12 +72,8 @@ def one_graph_serves_a_linear(recipe: Recipe | None) -> None:
         y = layer(x, sizes)
         return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
 
-    graph = captured(run)
-    for split in (*SIZES, [52, 52, 52, 52]):
-        sizes.copy_(torch.tensor(split))
-        replayed = [t.clone() for t in graph()]
-        for name, got, wanted in zip(("y", "dx", "dw", "db"), replayed, run(), strict=True):
-            assert_close(got.cpu(), wanted.cpu(), 1e-6, f"{recipe} {split}: {name}")
+    splits = (*SIZES, [52, 52, 52, 52])
+    one_graph_serves(run, {f"{recipe} {split}": partial(sizes.copy_, torch.tensor(split)) for split in splits})
 
 
 def one_graph_serves_an_mlp(recipe: Recipe | None) -> None:
@@ -87,15 +84,12 @@ def one_graph_serves_an_mlp(recipe: Recipe | None) -> None:
         y = module(x, ids, w)
         return [y.detach(), *torch.autograd.grad(y, [x, w, *module.parameters()], dy)]
 
-    graph = captured(run)
-    for seed in range(1, 4):
-        other = mlp_inputs(DEVICE, 33, seed)
-        with torch.no_grad():
-            for mine, theirs in zip((x, ids, w), other, strict=True):
-                mine.copy_(theirs)
-        replayed = [t.clone() for t in graph()]
-        for i, (got, wanted) in enumerate(zip(replayed, run(), strict=True)):
-            assert_close(got.cpu(), wanted.cpu(), 1e-6, f"{recipe} seed {seed}: result {i}")
+    @torch.no_grad()
+    def draw(seed: int) -> None:
+        for mine, theirs in zip((x, ids, w), mlp_inputs(DEVICE, 33, seed), strict=True):
+            mine.copy_(theirs)
+
+    graph = one_graph_serves(run, {f"{recipe} seed {seed}": partial(draw, seed) for seed in range(1, 4)})
     ids.fill_(-1)  # nothing at all
     assert all(not t.any() for t in graph())
 

@@ -218,13 +218,19 @@ def experts(count: int = E, **more: Any) -> ExpertMLP:
 Steps = dict[str, Callable[[], Any]]
 
 
+def both(forward: Callable[[], Tensor]) -> Steps:
+    """And the backward of what it gives."""
+    found: dict[str, Tensor] = {}
+
+    def backward() -> None:
+        found["y"].backward(torch.empty_like(found["y"]))
+
+    return {"forward": lambda: found.update(y=forward()), "backward": backward}
+
+
 def expert_mlp(**more: Any) -> Steps:
-    module, x, (ids, w), found = experts(**more), rows(), slots(), {}
-
-    def forward() -> None:
-        found["y"] = module(x, ids, w)
-
-    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+    module, x, (ids, w) = experts(**more), rows(), slots()
+    return both(lambda: module(x, ids, w))
 
 
 def router(**more: Any) -> Steps:
@@ -235,12 +241,8 @@ def router(**more: Any) -> Steps:
 
 def layer() -> Steps:
     router = RouterConfig(num_experts=E, top_k=K)
-    moe, x, found = MoEConfig(dim=D, hidden=F, dtype=torch.bfloat16, device="cuda", router=router).build(), rows(), {}
-
-    def forward() -> None:
-        found["y"] = moe(x).y
-
-    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+    moe, x = MoEConfig(dim=D, hidden=F, dtype=torch.bfloat16, device="cuda", router=router).build(), rows()
+    return both(lambda: moe(x).y)
 
 
 def megatron() -> Steps:
@@ -253,17 +255,17 @@ def megatron() -> Steps:
     config = SimpleNamespace(num_moe_experts=E, moe_ffn_hidden_size=F, moe_router_topk=K)
     groups = SimpleNamespace(ep=fake_group(), expt_tp=dist.new_group([0]), tp_ep=fake_group())
     dispatcher = TokenDispatcher(config, groups, takes_rows=False, options=ExchangeOptions())
-    x, (ids, w), found = rows(), slots(), {}
+    x, (ids, w) = rows(), slots()
     facts.compare = lambda *args: None  # nobody else is there
 
-    def forward() -> None:
+    def forward() -> Tensor:
         sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(x, ids, w))
         rows_RH, sizes_e, probs_R = dispatcher.dispatch_postprocess(*sent)
         assert (sizes_e.device.type, rows_RH.shape[0]) == ("cpu", T * K)
         home = dispatcher.token_combine(dispatcher.combine_preprocess((rows_RH * probs_R[:, None]).bfloat16()))
-        found["y"] = dispatcher.combine_postprocess(home)
+        return dispatcher.combine_postprocess(home)
 
-    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+    return both(forward)
 
 
 def fake_group() -> Any:
@@ -282,17 +284,17 @@ def all_to_all(tokens: int = T, guard: bool = False, **more: Any) -> Steps:
     if transport.guard is not None:
         transport.guard.waits, transport.guard._first = True, False
     dispatcher = Dispatcher(E, transport, **more)
-    module, x, (ids, w), found = experts(E // P), rows(tokens), slots(tokens), {}
+    module, x, (ids, w) = experts(E // P), rows(tokens), slots(tokens)
     SENT.append(tokens)
     dispatcher.calls = 1
     facts.compare = lambda *args: None  # nobody else is there
 
-    def forward() -> None:
+    def forward() -> Tensor:
         sent = dispatcher.dispatch(x, ids, w)
-        found["y"] = dispatcher.combine(module(sent.x_MD, sent.ids_MK, sent.weights_MK, **sent.known), sent)
+        return dispatcher.combine(module(sent.x_MD, sent.ids_MK, sent.weights_MK, **sent.known), sent)
 
     forward()
-    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+    return both(forward)
 
 
 def plan() -> Steps:
@@ -321,12 +323,8 @@ def ddp_flags() -> Steps:
 
 def linear() -> Steps:
     module, x = GroupedLinear(P, D, F, dtype=torch.bfloat16, device="cuda"), rows()
-    sizes, found = torch.empty(P, dtype=torch.int64, device="cuda"), {}
-
-    def forward() -> None:
-        found["y"] = module(x, sizes)
-
-    return {"forward": forward, "backward": lambda: found["y"].backward(torch.empty_like(found["y"]))}
+    sizes = torch.empty(P, dtype=torch.int64, device="cuda")
+    return both(lambda: module(x, sizes))
 
 
 DEEPSEEK = {"score": "sigmoid", "groups": 8, "top_groups": 4, "bias": True, "normalize": True, "scale": 2.5}

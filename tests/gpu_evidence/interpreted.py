@@ -64,17 +64,19 @@ def activations(dtype: torch.dtype, hidden: int, rows: int = 7, tail: int = 2) -
         )
 
 
-def parts_of_longer_rows(dtype: torch.dtype) -> None:
-    """Rows as they come out of an exchange, packed with others that are NaN, and expanded ones."""
-    x = torch.full((9, 64), NAN, dtype=dtype)
-    x[:, 8:48] = poisoned(9, 40, 0, dtype, 1)
-    part, index = x[:, 8:48], torch.tensor([3, -1, 0, 8, 8])
-    assert torch.equal(gather(part, index), torch.where(index[:, None] < 0, 0, part[index]))
-    csr = Csr(indices=torch.tensor([1, 7, 3, 99]), indptr=torch.tensor([0, 2, 2, 3]))
-    wanted = torch.stack([part[[1, 7]].double().sum(0), part[:0].double().sum(0), part[3].double()])
-    assert_close(combine(part, csr), wanted, BOUNDS[dtype], "combine")
+def moves(dtype: torch.dtype) -> None:
+    """Of rows as they come out of an exchange, packed with others that are NaN, of rows alone, and of expanded ones."""
+    packed = torch.full((9, 64), NAN, dtype=dtype)
+    packed[:, 8:48] = poisoned(9, 40, 0, dtype, 1)
+    part, index, offsets = packed[:, 8:48], torch.tensor([3, -1, 0, 8, 8]), torch.tensor([0, 2, 2, 5, 5])
+    for x in (part, part.contiguous()):
+        assert torch.equal(gather(x, index), torch.where(index[:, None] < 0, 0, x[index]))
+        assert gather(x[:0], index[:0]).shape == (0, 40)
+        summed = combine(x, Csr(indices=torch.tensor([1, 7, 3, 2, 4, 99]), indptr=offsets))
+        wanted = [x[[1, 7]], x[:0], x[[3, 2, 4]], x[:0]]
+        assert_close(summed, torch.stack([rows.double().sum(0) for rows in wanted]), BOUNDS[dtype], "combine")
+        assert combine(x, Csr(indices=index[:0], indptr=offsets[:1])).shape == (0, 40)
     assert torch.equal(gather(part[:1, :1].expand(4, 40), index[2:3]), part[:1, :1].expand(1, 40))
-    assert gather(part[:0], index[:0]).shape == (0, 40)
 
 
 def gradients_are_written(dtype: torch.dtype) -> None:
@@ -108,8 +110,9 @@ def plans() -> None:
                     for name in ("bag_offsets", "counts_e", "offsets_e"):
                         assert torch.equal(getattr(got, name), getattr(wanted, name)), (name, rows, given)
                     assert not total or int(got.bag_index.max()) < total
-    few = _by_sorts(torch.zeros(8, 1, dtype=torch.int64), 2, 5)
-    assert few.slot_R.tolist() == [0, 1, 2, 3, 4]
+    same = torch.zeros(8, 1, dtype=torch.int64)
+    few, fast = _by_sorts(same, 2, 5), place_slots(same, 2, num_slots=5)
+    assert few.slot_R.tolist() == fast.slot_R.tolist() == fast.row_csr.indices.tolist() == [0, 1, 2, 3, 4]
     assert few.offsets_e.tolist() == [0, 5, 5]
 
 
@@ -133,7 +136,7 @@ def main() -> None:
         for hidden in (40, 1500):
             activations(dtype, hidden)
         activations(dtype, 40, rows=0, tail=0)
-        parts_of_longer_rows(dtype)
+        moves(dtype)
         gradients_are_written(dtype)
         print(f"glue {dtype}")
         assert self_test(GluedBackend(), CPU, dtype).fault is None

@@ -111,10 +111,8 @@ def experts(dtype: torch.dtype, gemms: Gemms, sizes: list[int], widths: Any) -> 
     """Both fused products, with indexes of -1."""
     (D, F), R, (offsets, cut), launch = widths, sum(sizes), segments(sizes), launch_of(dtype, gemms)
     x, dy = (randn(20, D, dtype=dtype, seed=i) for i in (1, 2))
-    up, down = (
-        (randn(len(sizes), 2 * F, D, dtype=dtype, seed=3) * D**-0.5),
-        randn(len(sizes), D, F, dtype=dtype, seed=4),
-    )
+    up = randn(len(sizes), 2 * F, D, dtype=dtype, seed=3) * D**-0.5
+    down = randn(len(sizes), D, F, dtype=dtype, seed=4)
     index = torch.randint(-1, 20, (R + TAIL,), generator=torch.Generator().manual_seed(5))
     w = with_tail(torch.rand(R, generator=torch.Generator().manual_seed(6)))
     pre, h = torch.full((R + TAIL, 2 * F), 7.0, dtype=dtype), torch.full((R + TAIL, F), 7.0, dtype=dtype)
@@ -171,9 +169,8 @@ def far_rows() -> None:
     w, y = sparse(2, D, F, stride=(2**31 + 32, F, 1)), sparse(n, F)
     w.copy_(randn(2, D, F, dtype=dtype, seed=3))
     products.grouped_rows(x, w, torch.tensor([first, first + 13, n]), y, launch)
-    true = torch.cat(
-        [x[r].double() @ w[e].double() for e, r in enumerate((slice(first, first + 13), slice(first + 13, n)))]
-    )
+    cut = (slice(first, first + 13), slice(first + 13, n))
+    true = torch.cat([x[r].double() @ w[e].double() for e, r in enumerate(cut)])
     assert_close(y[at], true, 1e-5, "rows and experts")
     w, ends = sparse(6, D, F, stride=(2**29, F, 1)), torch.tensor([first] * 6 + [n])
     w[5] = randn(D, F, dtype=dtype, seed=4)

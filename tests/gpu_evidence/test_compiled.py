@@ -4,24 +4,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from gpu_evidence.compiled import GPUS, faults_of
+from gpu_evidence.test_fake_cuda import needs_guard
 from helpers.commands import with_tests
 
-LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
-pytestmark = [
-    pytest.mark.skipif(LIBRARY.exists(), reason="PyTorch built for CUDA wants a driver for fake tensors, too"),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="a guard of CUDA devices is compiled for PyTorch"),
-    pytest.mark.xdist_group("compiled"),
-]
+pytestmark = [*needs_guard, pytest.mark.xdist_group("compiled")]
 CASES = (
     "sm_90/qwen3",
     "sm_90/qwen3/float16",

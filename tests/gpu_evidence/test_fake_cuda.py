@@ -19,11 +19,11 @@ import torch
 from helpers.commands import with_tests
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
-pytestmark = [
+needs_guard = [
     pytest.mark.skipif(LIBRARY.exists(), reason="PyTorch built for CUDA wants a driver for fake tensors, too"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="a guard of CUDA devices is compiled for PyTorch"),
-    pytest.mark.xdist_group("fake_cuda"),
 ]
+pytestmark = [*needs_guard, pytest.mark.xdist_group("fake_cuda")]
 
 
 class Budget(NamedTuple):

@@ -1,6 +1,5 @@
 """What the Triton kernels must do, as functions of the device: test_gpu_triton.py calls them on CUDA, and
-
-helpers/triton_interpreted.py calls them in Triton's interpreter, so that they are known to run.
+gpu_evidence/interpreted_experts.py in Triton's interpreter, so that they are known to run.
 
 Legend: M rows, K slots per row, E experts, D model dim, F expert hidden dim.
 """

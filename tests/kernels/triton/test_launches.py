@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.jit import JITFunction
 
 from trimtab.kernels.rows import Csr
-from trimtab.kernels.triton import moves, products, swiglu
+from trimtab.kernels.triton import glue, moves, products, swiglu
 from trimtab.kernels.triton.language import AMPERE, BLACKWELL, CDNA, HOPPER, WARPS, Gemms, Launch, on
 
-MODULES = (moves, products, swiglu)
-KERNELS = [(m, name) for m in MODULES for name in vars(m) if name.endswith("_kernel")]
+MODULES = (glue, moves, products, swiglu)
+KERNELS = {kernel for module in MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")}
 LAUNCH = Launch(programs=3, gemms=HOPPER)
 EXPERTS, DIM, HIDDEN = 3, 128, 256
 COUNTS = {"experts", "rows", "bags", "slots", "top_k", "total", "chunks", "alignment"}
@@ -46,9 +47,7 @@ class DeviceOf:
 class Launched:
     """One launch: what, with what, and which device was current."""
 
-    who: tuple[str, str]
-    kernel: Any
-    args: tuple[Any, ...]
+    kernel: JITFunction[Any]
     options: dict[str, Any]
     device: int
 
@@ -57,16 +56,11 @@ class Launched:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
     found: list[Launched] = []
 
-    class Recorder:
-        def __init__(self, module: ModuleType, name: str) -> None:
-            self.what = ((module.__name__, name), getattr(module, name))
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda *args, **options: found.append(Launched(*self.what, args, options, DeviceOf.current))
+    def record(self: JITFunction[Any], *args: Any, **options: Any) -> None:
+        found.append(Launched(self, options, DeviceOf.current))
 
     monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
-    for module, name in KERNELS:
-        monkeypatch.setattr(module, name, Recorder(module, name))
+    monkeypatch.setattr(JITFunction, "run", record)
     with FakeTensorMode():
         yield found
 
@@ -82,13 +76,16 @@ def call_all(rows: int, top_k: int, alignment: int, dtype: torch.dtype = torch.b
 
     x, pre, h = some(rows, DIM), some(rows, 2 * HIDDEN), some(rows, HIDDEN)
     up, down, weight = some(EXPERTS, 2 * HIDDEN, DIM), some(EXPERTS, DIM, HIDDEN), some(rows, dtype=torch.float32)
-    index, offsets = integers(rows), integers(EXPERTS + 1)
+    index, offsets, w_MK = integers(rows), integers(EXPERTS + 1), some(rows, 1, dtype=torch.float32)
     swiglu.gate_up(x, index, up, offsets, pre, h, LAUNCH)
     swiglu.hidden_grad(x, index, down, weight, offsets, pre, LAUNCH)
     products.grouped_rows(x, up.transpose(1, 2), offsets, pre, LAUNCH)
     products.weight_grad(x, h, offsets, down, LAUNCH)
     products.weight_grad(h, x, offsets, down.transpose(1, 2), LAUNCH, b_index_R=index)
     products.weight_grad(x, h, offsets, down, LAUNCH, a_index_R=index)
+    glue.activate("swiglu", pre, w_MK, index)
+    glue.activate_backward("swiglu", pre, h, w_MK, index, None, True)
+    glue.write_gradient(up, offsets, torch.empty_like(up), True)
     moves.gather(x, index)
     moves.combine(x, Csr(indices=index, indptr=integers(rows + 1)))
     moves.place_slots(integers(rows, top_k), EXPERTS, alignment=alignment)
@@ -96,7 +93,7 @@ def call_all(rows: int, top_k: int, alignment: int, dtype: torch.dtype = torch.b
 
 def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched: list[Launched]) -> None:
     call_all(rows=256, top_k=2, alignment=1)
-    assert {launch.who for launch in launched} == {(m.__name__, name) for m, name in KERNELS}
+    assert {launch.kernel for launch in launched} == KERNELS
     assert {launch.device for launch in launched} == {1}
     assert DeviceOf.current == 0
 
@@ -104,14 +101,15 @@ def test_every_kernel_is_launched_on_the_device_of_its_tensors(launched: list[La
 def test_gemms_of_float32_take_its_tiles(launched: list[Launched]) -> None:
     call_all(256, 2, 1, torch.float32)
     gemms = [launch for launch in launched if "BM" in launch.options]
-    assert len({launch.who for launch in gemms}) == 4
+    assert len({launch.kernel for launch in gemms}) == 4
     for launch in gemms:
-        assert launch.options.items() >= HOPPER.float32.options().items(), launch.who
+        assert launch.options.items() >= HOPPER.float32.options().items(), launch.kernel
 
 
 def test_a_gathered_weight_gradient_takes_its_tiles(launched: list[Launched]) -> None:
     call_all(256, 2, 1)
-    stages = [launch.options["num_stages"] for launch in launched if launch.who[1] == "weight_grad_kernel"]
+    gemms = [launch for launch in launched if launch.kernel is products.weight_grad_kernel]
+    stages = [launch.options["num_stages"] for launch in gemms]
     assert stages == [HOPPER.wgrad.stages, HOPPER.wgrad_gathered.stages, HOPPER.wgrad_gathered.stages]
 
 
@@ -158,8 +156,7 @@ def test_amd_takes_its_own(a_gpu: Callable[[int, int], torch.device], monkeypatc
 
 def test_nothing_but_counts_is_kept_from_the_compiler() -> None:
     """A width that is a multiple of 16 makes loads wide; a count of experts is that of a layer, and of its ranks."""
-    for module, name in KERNELS:
-        kernel = getattr(module, name)
+    for kernel in KERNELS:
         kept = {p.name for p in kernel.params if p.do_not_specialize}
-        assert kept <= COUNTS, (module.__name__, name)
-        assert "experts" not in set(kernel.arg_names) - kept, (module.__name__, name)
+        assert kept <= COUNTS, kernel
+        assert "experts" not in set(kernel.arg_names) - kept, kernel
