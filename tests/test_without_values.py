@@ -26,7 +26,7 @@ from trimtab.experts.recipes import MXFP8
 from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.moe import MoE
 from trimtab.plan.ledger import Ledger
-from trimtab.plan.unrun import UnrunKernels
+from trimtab.plan.unrun import UnrunGlue, UnrunKernels
 from trimtab.plan.without_values import WithoutValues
 from trimtab.routing.recompute import replay_in_recompute
 
@@ -158,6 +158,32 @@ def test_compiled_kernels_say_what_they_hold_inside(dtype: torch.dtype) -> None:
     real = layer_peak(nullcontext(), "cpu", None, dtype)
     fake = layer_peak(WithoutValues(), "cpu", UnrunKernels(), dtype)
     assert fake == pytest.approx(real, rel=0.01)
+
+
+class Unlaunched:
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def experts_peak(mode: Any, kernels: Any, run_by: Any) -> int:
+    with mode:
+        up, down = (torch.randn(E, *s, requires_grad=True) for s in ((2 * HIDDEN, D), (D, HIDDEN)))
+        x, w = torch.randn(256, D, requires_grad=True), torch.rand(256, K, requires_grad=True)
+        plan = plan_experts(torch.arange(256 * K).view(256, K) % E, E)
+        with Ledger(kernels=run_by) as ledger:
+            expert_mlp(x, w, plan, *expert_weights(up=up, down=down), "swiglu", kernels).sum().backward()
+    return ledger.peak()[0]
+
+
+def test_kernels_of_triton_say_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from trimtab.kernels.triton import glue, moves
+
+    for module in (glue, moves):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Unlaunched())
+    real = experts_peak(nullcontext(), glue.GluedBackend(), None)
+    assert experts_peak(WithoutValues(), GroupedMMBackend(), UnrunGlue()) == pytest.approx(real, rel=0.002)
 
 
 def test_stock_products_read_nothing_either() -> None:

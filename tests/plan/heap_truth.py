@@ -1,22 +1,19 @@
-"""The truth of a plan: the same step with real tensors, in a process whose malloc and mmap are counted by heap.c.
-
-LD_PRELOAD=heap.so python heap_truth.py CASE.json      prints bytes
-"""
+"""The truth of a plan of one rank: the same step with real tensors, for a process under the allocator's hook."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import json
-import sys
-from pathlib import Path
 from typing import Any
+
+import torch
+
+from plan.cases import configured
+from plan.hooked import Heap
+from trimtab.plan.trained import trained
+from trimtab.train.config import Mesh
 
 
 def real_model(source: Any, options: dict[str, Any]) -> Any:
     """As a checkpoint would be loaded, with random weights."""
-    import torch
-
     from trimtab.integrations.transformers import register
     from trimtab.integrations.transformers.composite import language_model_class
     from trimtab.train.loading import finished
@@ -44,29 +41,15 @@ def steps(model: Any, step: Any, foreach: bool, count: int = 2) -> None:
         optimizer.zero_grad()
 
 
-def main() -> None:
-    import torch
-
-    from plan.cases import configured
-    from trimtab.plan.trained import trained
-    from trimtab.train.config import Mesh
-
-    torch.set_num_threads(1)
-    case = json.loads(Path(sys.argv[1]).read_text())
-    heap = ctypes.CDLL(None)
-    for name in ("heap_now", "heap_most"):
-        getattr(heap, name).restype = ctypes.c_long
-    for part in ("warm", "real"):
-        source, config = configured(case, tiny=part == "warm")
-        gc.collect()
-        before = heap.heap_now()
+def most_bytes(case: dict[str, Any]) -> int:
+    """Most bytes in malloc and mmap of the real steps of a case, which were run before: libraries keep buffers of their
+    own from then on, as MKL does to pack matrices."""
+    heap, (source, config) = Heap(), configured(case)
+    for _ in range(2):
+        before = heap.now()
         model = real_model(source, {"config": config})
-        heap.heap_reset()
+        heap.reset()
         steps(model, trained(model, config, Mesh.of(config, world=1)), case.get("foreach", False))
-        most = heap.heap_most() - before
+        most = heap.most() - before
         del model
-    print(json.dumps(most))
-
-
-if __name__ == "__main__":
-    main()
+    return most

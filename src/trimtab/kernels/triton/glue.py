@@ -24,13 +24,11 @@ from trimtab.kernels.api import Block, as_it_lies
 from trimtab.kernels.rows import Csr, ExpertPlan
 from trimtab.kernels.tensor_checks import row_major
 from trimtab.kernels.torch_mm import GroupedMMBackend
+from trimtab.kernels.triton import GATED, WORDS
 from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, tl, triton
 from trimtab.kernels.triton.moves import combine, gather, place_slots
 
 BLOCK = 1024
-WORDS = ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu_squared")
-"""Activations that the kernels know; the first `GATED` have a gate."""
-GATED = 3
 
 
 def _slope(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
