@@ -18,6 +18,10 @@ Panels<typename Op::Word> panels_of(typename Op::Word* p) {
     return {p, NR, Op::panel * NR};
 }
 
+// Whether a weight lies in the panels of these products (packed.h).
+template <class Op, class W>
+constexpr bool lies = false;
+
 // Rows 0 : kn of nn values each, from row(k), which is null for zeros; ask(k) asks for what row k is made of.
 template <class Op, class T, class Row, class Ask>
 void bring_rows(const Row& row, const Ask& ask, long kn, long nn, const Panels<typename Op::Word>& to) {
@@ -230,6 +234,16 @@ struct Right : Matrix<W> {
         const long n = own(k0, kn);
         if (n || n == kn) Matrix<W>::template bring<Op>(part, p, k0, n, n0, nn);
         if (n < kn) tail.template bring<Op>(part, p + n / Op::values * NR, k0 + n - end, kn - n, n0, nn);
+    }
+    // In panels: where they lie, or brought to `p`.
+    template <class Op>
+    Panels<const typename Op::Word> panels(
+        int part, typename Op::Word* p, long k0, long kn, long n0, long nn
+    ) const {
+        if constexpr (lies<Op, W>)
+            if (!this->by_rows && own(k0, kn) == kn) return Matrix<W>::template lying<Op>(part, k0, n0);
+        bring<Op>(part, p, k0, kn, n0, nn);
+        return {p, NR, Op::panel * NR};
     }
     Ahead where(int part, long k0, long kn, long n0, long nn) const {
         const long n = own(k0, kn);
