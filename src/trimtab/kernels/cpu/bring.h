@@ -4,7 +4,7 @@
 // the other; columns behind the last one hold zeros.
 #pragma once
 #include "amx.h"
-#include "codes.h"
+#include "decode.h"
 
 // Where word k of column n goes, n a multiple of VL.
 template <class Word>
@@ -209,6 +209,13 @@ struct Matrix<coded<T>> {
         T rows[NR * ld];
         for (long n = 0; n < nn; n += NR) {
             const long some = std::min<long>(NR, nn - n);
+#if defined(HAVE_DECODE)
+            if (some == NR && kn % (2 * VL) == 0) {
+                for (long i = 0; i < NR; i += VL)
+                    decode_words<Op, T>(w, output(part, n0 + n + i), step, k0, kn, to.at(0, n + i));
+                continue;
+            }
+#endif
             for (long i = 0; i < some; i++) w.decode(output(part, n0 + n + i), k0, kn, rows + i * ld);
             bring_transposed<Op>(rows, ld, kn, some, {to.p + n / NR * to.panel, to.row, to.panel});
         }

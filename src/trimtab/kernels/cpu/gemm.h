@@ -29,7 +29,7 @@ constexpr long FEW_ROWS = 64;  // beside which it is a weight in panels that is 
 // Whether a product of few rows reads a weight panel by panel, each from one end to the other.
 template <class Op, class W>
 bool by_panel(const Right<W>& weight, long M) {
-    return lies<Op, W> && !weight.by_rows && M <= FEW_ROWS;
+    return (lies<Op, W> || Decoded<W>::codes) && !weight.by_rows && M <= FEW_ROWS;
 }
 
 // The first block that a product of M rows brings.
