@@ -22,8 +22,7 @@ OPTIONS |= dict.fromkeys(("device_ids", "output_device"))
 
 @contextmanager
 def ddp_without_values(world: World, ledger: Ledger) -> Iterator[None]:
-    """Have models that are put into DDP inside be filled before, and their buckets in the ledger as gradients, from the
-    first reduction on. Comm hooks are not run."""
+    """Have models that go into DDP inside be filled before, and its buckets known as gradients. Runs no comm hooks."""
     own, hook = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     def reduced(group: dist.ProcessGroup, bucket: Tensor) -> Any:
@@ -37,8 +36,6 @@ def ddp_without_values(world: World, ledger: Ledger) -> Iterator[None]:
             own(wrapped, module, **options | OPTIONS)
         hook(wrapped, wrapped.process_group, lambda group, bucket: reduced(group, bucket.buffer()))
 
-    with (
-        patch.multiple(DistributedDataParallel, __init__=made, register_comm_hook=lambda *_: None),
-        patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False),  # in another order, no larger
-    ):
+    as_made = patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False)  # in another order, no larger
+    with as_made, patch.multiple(DistributedDataParallel, __init__=made, register_comm_hook=lambda *_: None):
         yield

@@ -70,12 +70,8 @@ class Device:
 DEVICES: dict[str, Device] = {
     "cpu": Device(kind="cpu", network="gloo"),
     "cuda": Device(
-        kind="cuda",
-        network="nccl",
-        rounding=512,
+        kind="cuda", network="nccl", rounding=512, free=0.08, foreach=True,
         outside={"CUDA context": 500 * MB, "NCCL": 600 * MB, "cuBLAS workspace": 64 * MB},
-        free=0.08,
-        foreach=True,
     ),
-}
+}  # fmt: skip
 """By kind."""
