@@ -242,8 +242,8 @@ def newton_schulz(x: Tensor) -> Tensor:
 def worst_error(
     model: Any, truth: dict[str, Matrices], scale: str = "match_rms_adamw", steps: int = 2, **options: Any
 ) -> float:
-    """Of steps' updates against the truth, relative, of the worst matrix. What is not in the truth is AdamW's. On ranks
-    the model may be laid out already."""
+    """Of steps' updates against the truth, relative, of the worst matrix. What is not in the truth is AdamW's. Of
+    a model that is laid out over ranks by rank 0; the others say 0."""
     optimizer = Muon(model, lr=1.0, weight_decay=0.0, adjust_lr_fn=scale, **options)  # type: ignore[arg-type]
     params = dict(model.named_parameters())
     muons = {id(p) for group in optimizer.param_groups if group["rule"] == "muon" for p in group["params"]}
@@ -261,7 +261,7 @@ def worst_error(
             update = (0.05 * grad + 0.95 * momentum[name]).flatten()
             moved = (before[name].double() - full_value(params[name].detach()).double()).flatten()
             assert sorted(torch.cat([w.flatten() for w in matrices]).tolist()) == list(range(moved.numel())), name
-            for where in matrices:
+            for where in matrices if not dist.is_initialized() or dist.get_rank() == 0 else ():
                 rows, columns = where.shape
                 factor = (
                     0.2 * max(rows, columns) ** 0.5 if scale == "match_rms_adamw" else max(1, rows / columns) ** 0.5

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -193,20 +193,13 @@ class Muon(torch.optim.Optimizer):
         return (new.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()).contiguous()
 
     def _state(self, param: nn.Parameter, rule: Rule) -> dict[str, Any]:
-        """A parameter's state; at first zeros, in float32 where there are low bits beside it.
-
-        Raises:
-            ConfigError: it is that of the other rule.
-        """
-        names = STATE[rule]
-        state: dict[str, Any] = self.state[param]
+        """A parameter's state; at first zeros, in float32 where there are low bits beside it. Raises ConfigError: it is
+        that of the other rule."""
+        names, state = STATE[rule], cast(dict[str, Any], self.state[param])
         if not state:
             state |= {name: torch.zeros_like(param) for name in names}
         if absent := set(names) - state.keys():
-            raise ConfigError(
-                f"{self.found(param).name} is {rule}'s, and what was loaded for it has no {min(absent)}: make the "
-                "optimizer with the layouts=, router= and lora= that it was saved with"
-            )
+            raise ConfigError(f"{self.found(param).name} is {rule}'s, and what was loaded for it has no {min(absent)}")
         if self.low_bits and param.dtype == torch.bfloat16 and "low_bits" not in state:  # or resumed without
             state |= {name: state[name].float() for name in names}
             state["low_bits"] = torch.zeros_like(param)
@@ -265,13 +258,9 @@ class Muon(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but a parameter gets what was saved under its name, whatever the groups, and tensors keep the
-        dtype that they were saved in.
-
-        Raises:
-            ConfigError: names that only one of both has, a group whose parameters had different options, or the state
-                of the other rule.
-        """
+        """As torch's, but a parameter gets what was saved under its name, whatever the groups, and tensors keep their
+        dtype. Raises ConfigError: names that only one of both has, a group whose parameters had different options, or
+        the state of the other rule."""
         kept: dict[str, Any] = {}  # what the user's hooks make of it, in the order of the parameters here
 
         def by_name(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ AGAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 """How a layer is called, by the topology's word."""
 
 
+Named = tuple[str, nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW),
     "muon": lambda model: Muon(model, ns_dtype=torch.float64, **ADAMW),
@@ -202,9 +203,7 @@ class Layers:
 
 
 @torch.no_grad()
-def updated(
-    model: nn.Module, params: Sequence[tuple[str, nn.Parameter]], optimizer: str, short: dict[str, str]
-) -> dict[str, Tensor]:
+def updated(model: nn.Module, params: Sequence[Named], optimizer: str, short: dict[str, str]) -> dict[str, Tensor]:
     """Parameters behind the steps that `truth.updated` takes, which are then taken back. Collective."""
     if optimizer == "none":
         return {}

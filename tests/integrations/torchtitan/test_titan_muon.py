@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from helpers.optim_ranks import Matrices, small, worst_error
+from helpers.optim_ranks import Matrices, worst_error
 from helpers.ranks import run_ranks
 from trimtab.errors import ConfigError
 from trimtab.optim.exchange import cuts_of
@@ -38,7 +39,9 @@ def theirs(family: str, backend: str, tp: int, ep: int) -> tuple[Any, dict[str, 
     experts = config.layers[0].moe.routed_experts.inner_experts
     experts.num_experts, experts.hidden_dim = 4, 48
     getattr(sharding, f"set_{family}_sharding_config")(config, enable_sp=True, enable_ep=ep > 1)
-    model = small(config.build(), torch.float64)
+    model = config.build().to(torch.float64)
+    for param in model.parameters():  # so small that no rounding hides an update
+        nn.init.normal_(param, std=1e-3, generator=torch.Generator().manual_seed(0))
     truth = {name: matrices_of(name, p, model) for name, p in model.named_parameters()}
     dims = parallel_dims.ParallelDims(
         dp_replicate=1, dp_shard=ranks // tp, cp=1, tp=tp, pp=1, ep=ep, world_size=ranks, spmd_backend=backend
