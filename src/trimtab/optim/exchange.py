@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trimtab.errors import ConfigError, InputError
+from trimtab.kernels.tensor_checks import in_clean_thread, no_values
 from trimtab.optim.layout import Layout
 from trimtab.parallel.meshes import check_meshes, local_part
 
@@ -94,7 +95,7 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
         sizes[dim] = shares[place[at]]
         if ranks > 1 and not whole:
             found.append(Cut(mesh.get_group(at), dim, shares, pieces))
-    if found:
+    if found and not no_values(param.device):  # else nobody can read the mesh
         check_meshes(**{f"the mesh of {name}": mesh})
     return found
 
@@ -117,6 +118,8 @@ def check_gradients(params: Sequence[tuple[str, Tensor, Sequence[Cut]]]) -> None
         told[shared] = seen[shared]
         dist.all_reduce(told, dist.ReduceOp.MAX, group)
         seen = seen.maximum(told)
+    if no_values(seen.device):
+        return
     if names := [params[i][0] for i, (has, lacks) in enumerate(seen.tolist()) if has and lacks]:
         raise InputError(
             f"{names[0]} has a gradient on some of the ranks that share it, and none on others: give it zeros"
@@ -133,6 +136,8 @@ def largest_part(param: Tensor, cuts: Sequence[Cut]) -> int:
 
 def parts_of_rows(layout: Layout, param: Tensor, cuts: Sequence[Cut]) -> list[Tensor]:
     """For each part of the layout, where its rows are along the outputs of what this rank has of the parameter."""
+    if no_values(param.device):  # and yet as many rows
+        return in_clean_thread(param.device, lambda: parts_of_rows(layout, param, cuts))
     table = torch.cat([torch.full((size,), part) for part, size in enumerate(layout.sizes)]).repeat(layout.repeats)
     dim = param.ndim + layout.axis
     table = table.repeat(layout.stacks) if layout.axis == -2 else table
