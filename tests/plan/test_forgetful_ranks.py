@@ -23,6 +23,7 @@ import trimtab
 from helpers.ranks import run_ranks
 from plan.hooked import Heap, compiled_hook, under
 from plan.test_one_rank import peak_of
+from plan.test_planned_loops import routed
 from trimtab.dispatch.planned import planned
 from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.plan.device import DEVICES
@@ -108,10 +109,6 @@ def held_on_rank(cases: list[tuple[str, str]]) -> list[int]:
             del model, moe, transport
         found.append(most)
     return found
-
-
-def routed(own: Callable[..., Any], ids_TK: Tensor, x: Tensor, ids: Tensor, *more: Any, **options: Any) -> Any:
-    return own(x, ids_TK.to(ids.dtype), *more, **options)
 
 
 def second_buffers(ledger: Ledger) -> set[Storage]:
