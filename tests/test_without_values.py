@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from trimtab.errors import InputError
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes import MXFP8
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.moe import MoE
 from trimtab.plan.ledger import Ledger
@@ -132,7 +135,7 @@ def test_a_main_grad_is_no_gradient_here_either() -> None:
         assert all(p.main_grad.shape == p.shape for p in experts.parameters())
 
 
-def layer_peak(mode: Any, kernels: str, run_by: Any, dtype: torch.dtype, **options: Any) -> int:
+def layer_peak(mode: Any, kernels: Any, run_by: Any, dtype: torch.dtype, **options: Any) -> int:
     with mode:
         router = RouterConfig(num_experts=E, top_k=K)
         layer = MoEConfig(dim=256, hidden=128, router=router, kernels=kernels, dtype=dtype, **options).build()
@@ -160,30 +163,18 @@ def test_compiled_kernels_say_what_they_hold_inside(dtype: torch.dtype) -> None:
     assert fake == pytest.approx(real, rel=0.01)
 
 
-class Unlaunched:
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
-def experts_peak(mode: Any, kernels: Any, run_by: Any) -> int:
-    with mode:
-        up, down = (torch.randn(E, *s, requires_grad=True) for s in ((2 * HIDDEN, D), (D, HIDDEN)))
-        x, w = torch.randn(256, D, requires_grad=True), torch.rand(256, K, requires_grad=True)
-        plan = plan_experts(torch.arange(256 * K).view(256, K) % E, E)
-        with Ledger(kernels=run_by) as ledger:
-            expert_mlp(x, w, plan, *expert_weights(up=up, down=down), "swiglu", kernels).sum().backward()
-    return ledger.peak()[0]
-
-
 def test_kernels_of_triton_say_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They return as much without a launch."""
     pytest.importorskip("triton")
     from trimtab.kernels.triton import glue, moves
 
     for module in (glue, moves):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Unlaunched())
-    real = experts_peak(nullcontext(), glue.GluedBackend(), None)
-    assert experts_peak(WithoutValues(), GroupedMMBackend(), UnrunGlue()) == pytest.approx(real, rel=0.002)
+            monkeypatch.setattr(module, name, defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setattr(glue.GluedBackend, "place_on_device", None)
+    monkeypatch.setattr("trimtab.kernels.selftest.self_test", lambda *_: SimpleNamespace(fault=None))
+    real = layer_peak(nullcontext(), KernelChoice(glue.GluedBackend()), None, torch.float32)
+    assert layer_peak(WithoutValues(), "grouped_mm", UnrunGlue(), torch.float32) == pytest.approx(real, rel=0.002)
 
 
 def test_stock_products_read_nothing_either() -> None:

@@ -76,17 +76,8 @@ def run_on_rank(folder: Path, config: TrainConfig, mesh: Mesh) -> tuple[int, Rec
         before = heap.now()
         model = finished(load_model(folder, config, mesh), config)
         model._apply(torch.clone)  # weights loaded as slices would keep the whole; on their way to a GPU they do not
-        step = step_of(model, config, dist.get_rank())
-        optimizer = step.optimizer()
-        model.train()
-        for _ in range(2):
-            heap.reset()
-            for _ in range(step.grad_accum):
-                step.loss().backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        most = heap.most() - before
-        del model, step, optimizer
+        most = heap.most(step_of(model.train(), config, dist.get_rank())) - before
+        del model
     return most, found
 
 
@@ -100,4 +91,5 @@ def plan_on_rank(source: Any, config: TrainConfig, mesh: Mesh, rank: int, traffi
         stages = measure(model, step_of(model, config, rank), world, device=DEVICES["cpu"])
     assert stages.ledger is not None
     assert next(calls, None) is None, "as many calls as the run's"
+    assert stages.peak[1] == stages.ledger.peak()[0], "no place outside of the stages holds more"
     return stages.peak[1]

@@ -29,13 +29,20 @@ class Heap:
         gc.collect()
         return int(self._library.heap_now())
 
-    def most(self) -> int:
-        """Since `reset`."""
+    def most(self, step: Any, foreach: bool = False) -> int:
+        """At once in the second of two steps of a `plan.stages.Step`, by a loop that shares no code with a plan's."""
+        optimizer = step.optimizer()
+        for group in optimizer.param_groups if foreach else ():
+            group["foreach"] = True
+        for _ in range(2):
+            gc.collect()
+            self._library.heap_reset()
+            for _ in range(step.grad_accum):
+                step.loss().backward()
+            step.clip()
+            optimizer.step()
+            optimizer.zero_grad()
         return int(self._library.heap_most())
-
-    def reset(self) -> None:
-        gc.collect()
-        self._library.heap_reset()
 
 
 def compiled_hook(folder: Path) -> Path:

@@ -72,12 +72,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self,
-        *,
-        rounding: int = 1,
-        kernels: Backend | None = None,
+        self, *, rounding: int = 1, kernels: Backend | None = None,
         holds: Callable[[Any, tuple[Any, ...]], int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.storages: list[Storage] = []

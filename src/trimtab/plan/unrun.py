@@ -43,11 +43,7 @@ class UnrunGlue(GroupedMMBackend):
 
 
 class UnrunKernels(CompiledKernels):
-    """For `Ledger(kernels=)` and tensors without values, whose rows fall evenly on the experts.
-
-    Raises:
-        BackendError: the kernels cannot be had here: see `CompiledKernels`.
-    """
+    """For tensors without values, whose rows fall evenly on the experts. Raises BackendError as those do."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
