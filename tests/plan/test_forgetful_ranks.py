@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +24,9 @@ from plan.hooked import Heap, compiled_hook, under
 from plan.test_one_rank import peak_of
 from plan.test_planned_loops import routed
 from plan.test_worlds import RANKS, Block, by_experts, split
+from trimtab.dispatch import all_to_all
 from trimtab.dispatch.planned import planned
+from trimtab.kernels.buffer_pool import HostBufferPool
 from trimtab.plan.ledger import Ledger, Storage
 from trimtab.plan.stages import Stages, Step, measure
 from trimtab.plan.traffic import SKEWS, Traffic, draw
@@ -74,19 +75,25 @@ def plan_of(way: str, skew: str) -> Stages:
         return measure(model, step, world)
 
 
+class Pool:
+    """Keeps nothing for the next call, which is in no plan."""
+
+    empty = staticmethod(torch.empty)
+
+
 def held_on_rank(cases: list[tuple[str, str]]) -> list[int]:
     """The most bytes in malloc and mmap of this rank's second step, over those before its model, of ways and skews."""
     torch.set_num_threads(1)
     heap, found = Heap(), []
     for number, (way, skew) in enumerate(cases):
         for _ in range(2 if number < len(WAYS) else 1):  # libraries keep buffers of their own from the first on
-            before, (model, step) = heap.now(), built(way, "cpu", "alltoall")
+            before = heap.now()
+            with patch.object(all_to_all, "HostBufferPool", Pool if number < len(WAYS) else HostBufferPool):
+                model, step = built(way, "cpu", "alltoall")
             (*_, experts), tokens = WAYS[way][2:]
             for block in model:
                 at = block.moe.dispatcher.transport
                 place = {} if at is None else {"rank": at.rank, "ranks": at.size}
-                if at is not None and number < len(WAYS):  # what a pool keeps for the next call is in no plan
-                    at._pool = SimpleNamespace(empty=torch.empty)
                 ids_TK = draw(skew, tokens, 2, experts, **place)
                 block.moe.dispatcher._dispatch = partial(routed, block.moe.dispatcher._dispatch, ids_TK)
             most = heap.most(step) - before

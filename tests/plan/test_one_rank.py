@@ -94,8 +94,8 @@ def peak_of(storages: Iterable[Storage]) -> int:
 
 def main() -> None:
     built, off = compiled_hook(Path(mkdtemp())), []
-    seeds = range(*map(int, sys.argv[1:3]))
-    for case in map(drawn, seeds) if sys.argv[1:] else map(held_out, HELD_OUT):
+    chosen = [*map(drawn, range(*map(int, sys.argv[1:3])))] if sys.argv[1:] else [*map(held_out, HELD_OUT)]
+    for case in chosen:
         (stage, most), bytes = planned(case).peak, under(built, most_bytes, case)
         off.append(abs(most / bytes - 1))
         within = abs(most - bytes) <= SHARE * bytes + MORE
