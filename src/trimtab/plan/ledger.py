@@ -140,10 +140,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def category(self, storage: Storage) -> str:
         """As it was said to be, or else of the operator that made it; what a forward leaves are activations."""
-        if storage.known:
-            return storage.known
-        if "_to_copy" in storage.operator:
-            return "copies"
+        if storage.known or "_to_copy" in storage.operator:
+            return storage.known or "copies"
         if not self.phases[storage.phase][0].startswith(FORWARD):
             return "other"
         after = next((at for name, at in self.phases[storage.phase :] if not name.startswith(FORWARD)), self.clock)
@@ -205,8 +203,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in given if schema.is_mutable else ():
             self._resized(tensor.untyped_storage(), name)
         for tensor in (*given, *made) if travels else ():
-            storage = self._living.get(tensor.untyped_storage()._cdata)
-            if storage is not None:
+            if storage := self._living.get(_key(tensor.untyped_storage())):
                 storage.known = storage.known or travels
         if name.startswith("c10d."):
             ranks = next((dist.ProcessGroup.unbox(a).size() for a in args if isinstance(a, torch.ScriptObject)), 1)
@@ -234,7 +231,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.is_meta:
             return None
         held = tensor.untyped_storage()
-        key = held._cdata
+        key = _key(held)
         if key not in self._living:
             size = held.nbytes()
             self._living[key] = self._born(size, size if counts else 0, name)
@@ -247,7 +244,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _resized(self, held: torch.UntypedStorage, name: str, known: str = "", *, again: bool = False) -> None:
         """A storage of another size is another one."""
-        key, size = held._cdata, held.nbytes()
+        key, size = _key(held), held.nbytes()
         before = self._living.get(key)
         if before is not None and (again or before.nbytes != size):
             self._die(before)
@@ -267,6 +264,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, size: int) -> None:
         self.now += size
         self._alive.append(self.now)
+
+
+def _key(held: torch.UntypedStorage) -> int:
+    return int(held._cdata)
 
 
 def _tensors(of: Any) -> Iterator[Tensor]:
