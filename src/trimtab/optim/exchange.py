@@ -67,9 +67,12 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
 
     Raises:
         ConfigError: placements that are not known, or shares that lie apart and are not equal, or are shared out once
-            more: FSDP2 on the dim of a packed projection under TP, where a DTensor says another order than it has.
+            more: FSDP2 on the dim of a packed projection under TP, where a DTensor says another order than it has. Or
+            a plain tensor that spmd_types says is a share.
     """
     if not isinstance(param, DTensor):
+        if not {*map(str, getattr(param, "_local_type", {}).values())} <= {"R", "I"}:
+            raise ConfigError(f"{name} is a share, by spmd_types, and no DTensor: take spmd_backend='partial_dtensor'")
         return []
     mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
     sizes, found = list(param.shape), list[Cut]()
