@@ -177,7 +177,7 @@ class GluedBackend(GroupedMMBackend):
     name = "grouped_mm+triton"
     words = WORDS
 
-    place_on_device = staticmethod(place_slots)
+    place_on_device, gather_padded = staticmethod(place_slots), staticmethod(gather)
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
         return gather(x, index_R)
