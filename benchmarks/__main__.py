@@ -56,7 +56,7 @@ Run it from the root of the repository.
   python -m benchmarks overhead                  4 tokens: what the host does; writes results/overhead.md
   python -m benchmarks megatron                  a layer of Megatron-Core over 2 ranks; writes results/megatron.md
   python -m benchmarks quantized                 experts of codes beside bf16; writes results/quantized.md
-  python -m benchmarks quantized --loading       memory held while a checkpoint of 2 GB is loaded to NF4
+  python -m benchmarks quantized --loading       memory held while a checkpoint of 2 GB is loaded to codes
   python -m benchmarks adapters                  frozen experts with peft's adapters; writes results/adapters.md
   python -m benchmarks optimizer                 AdamW of stacks, Newton-Schulz; writes results/optimizer.md
   python -m benchmarks replay                    decisions recorded and told; writes results/replay.md
@@ -99,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     whole("--dtype", default="bf16", choices=tuple(step.BOUNDS))
     whole("--threads", type=_positive, default=2, metavar="N")
     whole("--tiny", action="store_true", help="a tiny model, to see that it runs")
+    whole("--muon", action="store_true", help="instead: trimtab's step with Muon beside its own with AdamW")
     few = _part(parts, "overhead", "host overhead at 4 tokens", _overhead, RESULTS / "overhead.md", malloc="default")
     for add in (layer, whole, few):
         add("--against", default="", metavar="SRC", help="race the trimtab of another checkout's src folder as well")
@@ -108,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     mcore("--dtype", nargs="+", default=["bf16", "fp32"], choices=tuple(DTYPES))
     mcore("--transports", nargs="+", default=list(DIRECT), choices=(*DIRECT, "allgather"))
     codes = _part(parts, "quantized", "experts of codes", _quantized, RESULTS / "quantized.md", malloc="default")
-    codes("--loading", action="store_true", help="instead: memory held while 2 GB are loaded to NF4")
+    codes("--loading", action="store_true", help="instead: memory held while 2 GB are loaded to codes")
     lora = _part(parts, "adapters", "experts with adapters", _adapters, RESULTS / "adapters.md", malloc="default")
     stacks = _part(parts, "optimizer", "a stack's step", _optimizer, RESULTS / "optimizer.md", malloc="default")
     stacks("--adamw", type=parse_sizes, default=[64, 768, 1024], metavar="E,M,N")
@@ -220,7 +221,7 @@ def _exchange(o: argparse.Namespace) -> list[Task]:
 
 def _step(o: argparse.Namespace) -> list[Task]:
     sizes = {"batch": 1, "length": 8} if o.tiny else {}
-    return [step.step_task(**sizes, dtype=o.dtype, threads=o.threads, against=o.against, tiny=o.tiny)]
+    return [step.step_task(**sizes, dtype=o.dtype, threads=o.threads, against=o.against, tiny=o.tiny, muon=o.muon)]
 
 
 def _overhead(o: argparse.Namespace) -> list[Task]:
