@@ -50,9 +50,11 @@ TINY = MODEL | {
 
 
 def step_task(
-    *, batch: int = 4, length: int = 512, dtype: str = "bf16", threads: int = 2, against: str = "", tiny: bool = False
-) -> Task:
-    """against: the `src` folder of another checkout of trimtab, which races as "trimtab before"."""
+    *, batch: int = 4, length: int = 512, dtype: str = "bf16", threads: int = 2, against: str = "", tiny: bool = False,
+    muon: bool = False,
+) -> Task:  # fmt: skip
+    """against: the `src` folder of another checkout of trimtab, which races as "trimtab before". muon: trimtab races
+    against itself, with Muon in the place of AdamW."""
     args = {"batch": batch, "length": length, "dtype": dtype, "model": TINY if tiny else MODEL}
 
     def made(name: str, role: Any, experts: str, source: str = "") -> Contestant:
@@ -62,6 +64,10 @@ def step_task(
         )
 
     contestants = [made("transformers, grouped_mm", "peer", "grouped_mm"), made("trimtab", "ours", "trimtab")]
+    if muon:
+        contestants = [made("trimtab, AdamW", "peer", "trimtab")]
+        args = args | {"muon": True}
+        contestants.append(made("trimtab, Muon", "ours", "trimtab"))
     if against:
         contestants.append(made("trimtab before", "ours", "trimtab", against))
     return Task(
@@ -74,7 +80,7 @@ def step_task(
 
 
 def build(args: dict[str, Any], where: Where) -> Subject:
-    """args: model, experts, batch, length, dtype."""
+    """args: model, experts, batch, length, dtype, and muon."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging
 
@@ -84,7 +90,13 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     config = Qwen3MoeConfig(**args["model"], experts_implementation=experts, dtype=DTYPES[args["dtype"]])
     model: Any = Qwen3MoeForCausalLM(config).to(DTYPES[args["dtype"]])
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # the default form is many times slower
+    optimizer: torch.optim.Optimizer
+    if args.get("muon"):
+        from trimtab.optim import Muon
+
+        optimizer = Muon(model, lr=1e-4)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # the default is many times slower
     ids_BL = torch.randint(config.vocab_size, (args["batch"], args["length"]))
 
     def loss_and_gradients() -> tuple[Tensor, float, float]:
