@@ -24,7 +24,7 @@ from trimtab.integrations.transformers.quantized.prequantized import prequantize
 from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.integrations.transformers.summary import own_name
 from trimtab.kernels.choose import get_backend
-from trimtab.kernels.compiled import ACTIVATIONS, CODES
+from trimtab.kernels.compiled import ACTIVATIONS
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
 
@@ -201,7 +201,7 @@ def packs(config: TrainConfig, skeleton: nn.Module, mesh: Mesh) -> bool:
     """Whether the run holds frozen experts packed, unasked: on CPUs whose C++ reads them, in a layout that codes have.
     Says where only their sizes are against it."""
     free = config.lora and not config.quantize and (mesh.tp == 1 or mesh.ep > 1)
-    if not free or torch.accelerator.is_available() or "packed" not in CODES or config.kernels not in ("auto", "cpu"):
+    if not free or torch.accelerator.is_available() or config.kernels not in ("auto", "cpu"):
         return False
     modules: list[Any] = experts_in(deepcopy(skeleton).bfloat16())
     known = all(not m.has_post_expert_norm and (word_of(m) or "-").split()[0] in ACTIVATIONS for m in modules)
