@@ -228,15 +228,15 @@ def test_quantized_in_place_saved_and_read_again(tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["int8", "packed"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_merging_is_refused_until_the_weights_are_back(family: str) -> None:
+def test_merging_is_refused_until_the_weights_are_back(family: str, name: str) -> None:
     peft = pytest.importorskip("peft")
-    base = quantize_experts(tiny(family), "int8")
+    base = quantize_experts(tiny(family), name)
     model = peft.get_peft_model(base, lora(base, target_modules=["q_proj"]))
     fill(model)
-    plain = peft.get_peft_model(
-        dequantize_experts(quantize_experts(tiny(family), "int8")), model.peft_config["default"]
-    )
+    values = tiny(family) if name == "packed" else dequantize_experts(quantize_experts(tiny(family), name))
+    plain = peft.get_peft_model(values, model.peft_config["default"])
     fill(plain)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     for merge in (model.merge_and_unload, model.merge_adapter):
@@ -354,3 +354,11 @@ def test_refused(tmp_path: Path) -> None:
         parameter.data = parameter.data.to(torch.bfloat16) if parameter.is_floating_point() else parameter.data
     with pytest.raises(ConfigError, match=r"scales of int8 came in torch.bfloat16"):
         loss_and_gradients(half)
+    for model, says in (
+        (tiny("qwen3_moe", hidden=48), "blocks of 32 outputs, which straddle gate and up in Qwen3MoeExperts: 48 each"),
+        (tiny("nemotron_h", hidden=80), r"blocks of 32 outputs, and NemotronHExperts\.up_proj has 80"),
+        (tiny("qwen3_moe").half(), r"float32 or bfloat16, and Qwen3MoeExperts\.gate_up_proj is in torch\.float16"),
+    ):
+        with pytest.raises(ConfigError, match=f"packed (has|holds weights in) {says}"):
+            quantize_experts(model, "packed")
+        assert marks(model) == {None}, "and is left whole"
