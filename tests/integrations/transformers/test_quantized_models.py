@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import FineGrainedFP8Config, Mxfp4Config
 from transformers.distributed import DistributedConfig
 
+from helpers import family_config
 from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, same_gradients, save_official, tiny
 from helpers.families import build_model, model_class, save_model
 from helpers.model_ranks import begin, full
-from helpers.peft_case import fill, lora
+from helpers.peft_case import adapt, fill, lora
 from helpers.ranks import run_ranks
 from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
@@ -30,6 +31,7 @@ from trimtab.experts.quantized import decoded
 from trimtab.integrations.transformers import QuantizedExpertsConfig, dequantize_experts, quantize_experts, quantized
 from trimtab.integrations.transformers.quantized import MARK, codes_of
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
+from trimtab.kernels.choose import get_backend
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 FORMAT = {"fp8": "fp8", "ue8m0": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
@@ -186,6 +188,26 @@ def test_read_saved_and_read_again(family: str, tmp_path: Path) -> None:
     same(model_class(family).from_pretrained(tmp_path / "codes", **options), read)
 
 
+@pytest.mark.parametrize("family", READ_IN_TURN)
+def test_packed_while_it_is_read_is_packed_in_place(family: str, tmp_path: Path) -> None:
+    """And written again, what was read, byte by byte."""
+    wide = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "moe_hidden_size", "moe_latent_size"), 32)
+    ernie = family_config.FAMILY["ernie4_5_vl_moe"] | {"moe_intermediate_size": [32, 32]}
+    own = {key: value | wide for key, value in family_config.FAMILY.items()} | {"ernie4_5_vl_moe": ernie}
+    with patch.dict(family_config.SMALL, wide), patch.dict(family_config.FAMILY, own):
+        save_model(family, tmp_path / "plain", 0)
+    options = {"experts_implementation": "trimtab", "dtype": "float32"}
+    read = model_class(family).from_pretrained(
+        tmp_path / "plain", quantization_config=QuantizedExpertsConfig("packed"), **options
+    )
+    plain = model_class(family).from_pretrained(tmp_path / "plain", **options)
+    plain.save_pretrained(tmp_path / "again")
+    same(read, quantize_experts(plain, "packed"))
+    read.save_pretrained(tmp_path / "packed")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "packed" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+
+
 PACKED: dict[str, dict[str, object]] = {
     "qwen3_moe": {}, "mixtral": {}, "gpt_oss": {}, "nemotron_h": {"layers_block_type": ["attention", "moe"]},
 }  # fmt: skip
@@ -206,6 +228,11 @@ def test_packed_is_the_model_that_was_read(family: str, dtype: str, tmp_path: Pa
     given: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     found = [model.generate(tokens, attention_mask=torch.ones_like(tokens), **given) for model in (plain, read)]
     assert torch.equal(*found)
+    if get_backend("auto", torch.device("cpu")).name == "cpu":  # the same products, in the same order
+        (loss, got), (truth, want) = (loss_and_gradients(adapt(copy.deepcopy(model))) for model in (read, plain))
+        assert torch.equal(loss, truth)
+        assert got.keys() == want.keys()
+        assert all(torch.equal(value, want[key]) for key, value in got.items())
     files = [load(tmp_path / "plain", dtype=dtype), read, placed, dequantize_experts(copy.deepcopy(read))]
     written = [tmp_path / str(i) for i in range(len(files))]
     for model, folder in zip(files, written, strict=True):
