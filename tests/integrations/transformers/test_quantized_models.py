@@ -218,8 +218,8 @@ PACKED: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_is_the_model_that_was_read(family: str, dtype: str, tmp_path: Path) -> None:
     """Packed while it is read or in place: the same panels, tokens and, written, bytes; nothing in the files tells."""
-    plain = tiny(family, **PACKED[family]).to(getattr(torch, dtype)).eval()
-    plain.save_pretrained(tmp_path / "plain")
+    tiny(family, **PACKED[family]).to(getattr(torch, dtype)).save_pretrained(tmp_path / "plain")
+    plain = load(tmp_path / "plain", dtype=dtype)
     read = load(tmp_path / "plain", dtype=dtype, quantization_config=QuantizedExpertsConfig("packed"))
     placed = quantize_experts(load(tmp_path / "plain", dtype=dtype), "packed")
     same(read, placed)
@@ -233,7 +233,7 @@ def test_packed_is_the_model_that_was_read(family: str, dtype: str, tmp_path: Pa
         assert torch.equal(loss, truth)
         assert got.keys() == want.keys()
         assert all(torch.equal(value, want[key]) for key, value in got.items())
-    files = [load(tmp_path / "plain", dtype=dtype), read, placed, dequantize_experts(copy.deepcopy(read))]
+    files = [plain, read, placed, dequantize_experts(copy.deepcopy(read))]
     written = [tmp_path / str(i) for i in range(len(files))]
     for model, folder in zip(files, written, strict=True):
         model.save_pretrained(folder)
