@@ -163,7 +163,7 @@ def _weights(p: Pass, x: Tensor) -> Fields:
     up, down = p.up.values[0], p.down.values[0]
     if p.up.format:
         fields: Fields = {
-            "type_weights": CODES[p.up.format], "up_scales": p.up.scales, "down_scales": p.down.scales
+            "type_weights": CODES[p.down.format], "up_scales": p.up.scales, "down_scales": p.down.scales
         }  # fmt: skip
     else:
         if up.dtype is not x.dtype and (up.dtype, x.dtype) != (torch.float32, torch.bfloat16):  # beside those it rounds
