@@ -39,6 +39,8 @@ def covers(p: Pass) -> bool:
     if up.format != down.format or up.format not in ("", *CODES) or len(up.biases) != len(down.biases):
         return False
     dtype = up.values[0].dtype
+    if up.format == "packed" and not dtype is down.values[0].dtype is p.x.dtype:
+        return False
     for weight in (up, down):
         if weight.values[0].ndim < 3:
             return False

@@ -4,7 +4,7 @@
 // the other; columns behind the last one hold zeros.
 #pragma once
 #include "amx.h"
-#include "codes.h"
+#include "decode.h"
 
 // Where word k of column n goes, n a multiple of VL.
 template <class Word>
@@ -17,6 +17,10 @@ template <class Op>
 Panels<typename Op::Word> panels_of(typename Op::Word* p) {
     return {p, NR, Op::panel * NR};
 }
+
+// Whether a weight lies in the panels of these products (packed.h).
+template <class Op, class W>
+constexpr bool lies = false;
 
 // Rows 0 : kn of nn values each, from row(k), which is null for zeros; ask(k) asks for what row k is made of.
 template <class Op, class T, class Row, class Ask>
@@ -205,6 +209,13 @@ struct Matrix<coded<T>> {
         T rows[NR * ld];
         for (long n = 0; n < nn; n += NR) {
             const long some = std::min<long>(NR, nn - n);
+#if defined(HAVE_DECODE)
+            if (some == NR && kn % (2 * VL) == 0) {
+                for (long i = 0; i < NR; i += VL)
+                    decode_words<Op, T>(w, output(part, n0 + n + i), step, k0, kn, to.at(0, n + i));
+                continue;
+            }
+#endif
             for (long i = 0; i < some; i++) w.decode(output(part, n0 + n + i), k0, kn, rows + i * ld);
             bring_transposed<Op>(rows, ld, kn, some, {to.p + n / NR * to.panel, to.row, to.panel});
         }
@@ -230,6 +241,16 @@ struct Right : Matrix<W> {
         const long n = own(k0, kn);
         if (n || n == kn) Matrix<W>::template bring<Op>(part, p, k0, n, n0, nn);
         if (n < kn) tail.template bring<Op>(part, p + n / Op::values * NR, k0 + n - end, kn - n, n0, nn);
+    }
+    // In panels: where they lie, or brought to `p`.
+    template <class Op>
+    Panels<const typename Op::Word> panels(
+        int part, typename Op::Word* p, long k0, long kn, long n0, long nn
+    ) const {
+        if constexpr (lies<Op, W>)
+            if (!this->by_rows && own(k0, kn) == kn) return Matrix<W>::template lying<Op>(part, k0, n0);
+        bring<Op>(part, p, k0, kn, n0, nn);
+        return {p, NR, Op::panel * NR};
     }
     Ahead where(int part, long k0, long kn, long n0, long nn) const {
         const long n = own(k0, kn);

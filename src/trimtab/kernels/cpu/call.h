@@ -9,7 +9,8 @@
 #include <immintrin.h>
 #endif
 
-enum Type : int32_t { FLOAT = 0, BFLOAT = 1, NF4 = 2, INT8 = 3, FP8 = 4, MXFP4 = 5 };  // codes from NF4 on (codes.h)
+// Codes from NF4 to MXFP4 (codes.h); PACKED are values of the rows' type (packed.h).
+enum Type : int32_t { FLOAT = 0, BFLOAT = 1, NF4 = 2, INT8 = 3, FP8 = 4, MXFP4 = 5, PACKED = 6 };
 enum Products : int32_t { WIDENED = 0, AVX512_BF16 = 1, AMX_BF16 = 2 };
 enum Act : int32_t { SWIGLU = 0, GEGLU = 1, GEGLU_TANH = 2, CLAMPED = 3, RELU2 = 4, GELU = 5, GELU_TANH = 6 };
 

@@ -27,6 +27,7 @@ constexpr float NF4_VALUES[16] = {
     -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
     -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+constexpr float INT8_UNIT = 7.874015718698502e-3f;
 constexpr float E2M1_VALUES[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
 // VL bytes as numbers of 4 bytes.
@@ -41,12 +42,13 @@ INLINE V wide(const C* p) {
 #endif
 }
 INLINE vf widened(const int8_t* p) { return __builtin_convertvector((wide<int8_t, vi>(p)), vf); }
-INLINE vf widened(const uint8_t* p) {  // e4m3: a sign, 4 bits of exponent, 3 of mantissa; all ones are NaN
-    const vu code = wide<uint8_t, vu>(p), bits = (code & 0x7f) << 20;
+INLINE vf e4m3(vu code) {  // a sign, 4 bits of exponent, 3 of mantissa; all ones are NaN
+    const vu bits = (code & 0x7f) << 20;
     const vf normal = (vf)(bits + (120u << 23)), small = (vf)(bits + (121u << 23)) - 0.015625f;
     const vu value = bits < (1u << 23) ? (vu)small : (vu)normal;
     return (vf)((code & 0x7f) == 0x7f ? value | 0x7fc00000u : value | (code & 0x80) << 24);
 }
+INLINE vf widened(const uint8_t* p) { return e4m3(wide<uint8_t, vu>(p)); }
 
 template <class C, class V>
 INLINE void scaled_bytes(const C* from, long n, float scale, float more, V* to) {
@@ -124,7 +126,7 @@ struct Stack {
             const float s = scale(out, in);
             if (type == NF4) scaled_halves(from, run, NF4_VALUES, true, s, to);
             else if (type == MXFP4) scaled_halves(from, run, E2M1_VALUES, false, s, to);
-            else if (type == INT8) scaled_bytes((const int8_t*)from, run, s, 7.874015718698502e-3f, to);
+            else if (type == INT8) scaled_bytes((const int8_t*)from, run, s, INT8_UNIT, to);
             else scaled_bytes(from, run, s, 1.0f, to);
         }
     }

@@ -69,6 +69,7 @@ void with_weights(const Call& c, Run run) {
     with_operands(c, [&](auto t, auto op) {
         if constexpr (sizeof(t) == sizeof(bf16))
             if (c.type_weights == FLOAT) return run(t, rounded(), op);
+        if (c.type_weights == PACKED) return run(t, packed<decltype(t)>(), op);
         if (c.type_weights >= NF4) return run(t, coded<decltype(t)>(), op);
         run(t, t, op);
     });

@@ -1,6 +1,6 @@
 // Products of few rows of A: the weight B is read where it lies, once from end to end, and not brought.
 #pragma once
-#include "bring.h"
+#include "packed.h"
 
 // What takes the sums of rows m0 : m0 + mn and columns n0 : n0 + nn, see `gemm`. It refers to what it is made of.
 struct Done {

@@ -24,22 +24,38 @@ long step_end(const Right<W>& weight, long k0, long K) {
     return K <= k1 + (weight.whole() ? 0 : Op::spare) ? K : k1;
 }
 
+constexpr long FEW_ROWS = 64;  // beside which it is a weight in panels that is waited for
+
+// Whether a product of few rows reads a weight panel by panel, each from one end to the other.
+template <class Op, class W>
+bool by_panel(const Right<W>& weight, long M) {
+    return (lies<Op, W> || Decoded<W>::codes) && !weight.by_rows && M <= FEW_ROWS;
+}
+
 // The first block that a product of M rows brings.
 template <class Op, class W>
 Ahead first_of(const Right<W>& weight, long M, long K, long N) {
     const Brought b = brought<Op>(M, K, weight.parts);
-    const auto part = [&](int part) { return weight.where(part, 0, b.k, 0, std::min(N, b.n)); };
+    const auto part = [&](int part) { return weight.where(part, 0, b.k, 0, std::min(N, by_panel<Op>(weight, M) ? NR : b.n)); };
     return weight.parts > 1 ? part(0).and_beside(part(1)) : part(0);
 }
 
-// B's block [k0 : k0 + kn, n0 : n0 + nn] is brought; its product with A goes to the sums.
+// The product of A with B's block [k0 : k0 + kn, n0 : n0 + nn] goes to the sums: at once, or panel by panel where B lies
+// so. What comes next is asked for meanwhile; of a panel beside a handful of rows the hardware foresees more.
 template <class Op>
 void add_product(
-    long M, long nn, long k0, long kn, Left<typename Op::Word> a, const typename Op::Word* b, float* sums,
-    const Ahead& next
+    long M, long nn, long k0, long kn, Left<typename Op::Word> a, const Panels<const typename Op::Word>& b,
+    float* sums, const Ahead& next
 ) {
-    const Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, NEAR};
-    multiply(Op(), M, nn, k0 / Op::values, (kn + Op::values - 1) / Op::values, a, b, way, next);
+    const long words = (kn + Op::values - 1) / Op::values, bytes = words * sizeof(*b.p);
+    const bool whole = b.panel == Op::panel * NR;
+    for (long n = 0, wide = whole ? nn : NR; n < nn; n += wide) {
+        const Sums way = {k0 > 0 ? sums + n : nullptr, LDC, sums + n, LDC, NEAR};
+        const Ahead beside = {(const char*)b.at(0, n + NR), bytes, NR, bytes};
+        const Ahead& soon = n + wide < nn ? beside : next;
+        const bool asks = M <= Op::asks && (whole || M > 8);
+        multiply(Op(), M, wide, k0 / Op::values, words, a, b.at(0, n), way, asks ? soon : Ahead());
+    }
 }
 
 #if defined(HAVE_AMX)
@@ -54,10 +70,11 @@ void gemm_by_chunks(
     constexpr long depth = Amx::depth, chunk = Amx::chunk;
     static_assert(
         chunk % BLOCK_ROWS == 0 && CHUNKED / Amx::deep * Amx::panel <= KC * NC * (long)sizeof(uint32_t));
+    constexpr long steps = CHUNKED / sizeof(bf16) / (Amx::wide / 2) / depth;  // at most
     const long width = brought<Amx>(M, K, parts).n;
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0), after = std::min(width, N - n0 - nn);
-        const auto panels = [&](long k0, int part) { return b + (k0 / depth * parts + part) * width * Amx::panel; };
+        const auto place = [&](long k0, int part) { return b + (k0 / depth * parts + part) * width * Amx::panel; };
         const auto steps_of = [&](auto step) {  // one at least
             long k0 = 0;
             do {
@@ -66,24 +83,27 @@ void gemm_by_chunks(
                 k0 = k1;
             } while (k0 < K);
         };
+        Panels<const uint32_t> panels[2][steps + 1];
         steps_of([&](long k0, long kn) {
             for (int part = 0; part < parts; part++)
-                weight.template bring<Amx>(part, panels(k0, part), k0, kn, n0, nn);
+                panels[part][k0 / depth] = weight.template panels<Amx>(part, place(k0, part), k0, kn, n0, nn);
         });
         const auto next = [&](int part) { return weight.where(part, 0, K, n0 + nn, after); };
         Lines lines(!after ? then : parts > 1 ? next(0).and_beside(next(1)) : next(0));
         const long tiles = up_to(M, BLOCK_ROWS) / BLOCK_ROWS * (up_to(nn, NR) / NR) * parts;
-        const long steps = tiles * std::max(1L, up_to(K, 2 * TILE) / (2 * TILE));
-        const long each = (lines.all() + steps - 1) / steps;
+        const long blocks = tiles * std::max(1L, up_to(K, 2 * TILE) / (2 * TILE));
+        const long each = (lines.all() + blocks - 1) / blocks;
         for (long m = 0; m < M; m += chunk) {
             const long rows = std::min(chunk, M - m);
             steps_of([&](long k0, long kn) {
                 for (int part = 0; part < parts; part++) {
                     float* sums = c + part * Amx::wide / parts;
                     const Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, NEAR};
-                    tile_blocks<SomeLines>(
-                        rows, nn, k0 / 2, (kn + 1) / 2, {a.at(m, 0), a.ld}, panels(k0, part), way,
-                        [&] { return SomeLines{lines, each}; });
+                    const auto& b = panels[part][k0 / depth];
+                    for (long n = 0; n < nn; n += NR)
+                        tile_blocks<SomeLines>(
+                            rows, NR, k0 / 2, (kn + 1) / 2, {a.at(m, 0), a.ld}, b.at(0, n), way.at(0, n),
+                            [&] { return SomeLines{lines, each}; });
                 }
             });
             done(m, rows, n0, nn, c);
@@ -113,20 +133,19 @@ void gemm(
     if constexpr (Op::chunk > 0)
         if (brought<Op>(M, K, parts).chunks) return gemm_by_chunks(M, N, K, a, weight, b, c, then, done);
 #endif
-    const long width = Op::wide / parts;
+    const long side = Op::wide / parts, width = by_panel<Op>(weight, M) ? NR : side;
     for (long n0 = 0; n0 < N; n0 += width) {
         const long nn = std::min(width, N - n0), n1 = n0 + width;
         long k0 = 0;
         do {
             const long k1 = step_end<Op>(weight, k0, K), kn = k1 - k0;
             for (int part = 0; part < parts; part++) {
-                typename Op::Word* panels = b + part * width * Op::panel;
-                weight.template bring<Op>(part, panels, k0, kn, n0, nn);
+                const auto panels = weight.template panels<Op>(part, b + part * side * Op::panel, k0, kn, n0, nn);
                 const Ahead next = part + 1 < parts ? weight.where(part + 1, k0, kn, n0, nn)
                     : k1 < K ? weight.where(0, k1, step_end<Op>(weight, k1, K) - k1, n0, nn)
                     : n1 < N ? weight.where(0, 0, step_end<Op>(weight, 0, K), n1, std::min(width, N - n1))
                     : then;
-                add_product<Op>(M, nn, k0, kn, a, panels, c + part * width, M <= Op::asks ? next : Ahead());
+                add_product<Op>(M, nn, k0, kn, a, panels, c + part * side, next);
             }
             k0 = k1;
         } while (k0 < K);

@@ -144,6 +144,9 @@ Matrix<W> own_up(const Call& c, long e, bool back) {
     const int parts = back || !gated(c) ? 1 : 2;
     const bool interleaved = !back && c.interleaved;
     const long I = width(c);
+    if constexpr (std::is_same_v<W, packed<Beside<W>>>)
+        return {(const Beside<W>*)c.up + e * I * c.D, c.D, back, back && c.interleaved, parts, I / 2};
+    else
     if constexpr (Decoded<W>::codes) {
         const Stack w = Stack::of(c.type_weights, c.up, c.up_scales, e, I, c.D);
         return {w, back, interleaved ? parts : 1, parts, interleaved ? 1 : I / parts};
@@ -155,7 +158,9 @@ Matrix<W> own_up(const Call& c, long e, bool back) {
 }
 template <class W>
 Matrix<W> own_down(const Call& c, long e, bool back) {
-    if constexpr (Decoded<W>::codes) {
+    if constexpr (std::is_same_v<W, packed<Beside<W>>>) {
+        return {(const Beside<W>*)c.down + e * c.D * c.F, c.F, back};
+    } else if constexpr (Decoded<W>::codes) {
         return {Stack::of(c.type_weights, c.down, c.down_scales, e, c.D, c.F), back};
     } else {
         const W* w = (const W*)c.down + e * c.D * c.F;

@@ -109,6 +109,13 @@ struct Floats {
         for (long i = 0; i < n; i += VL) store(to + i, load(from + i, n - i));
     }
     static INLINE void end_row(float*, long) {}
+    // Two values of VL columns, to the words of two k; T: what they are rounded to.
+    template <class T>
+    static INLINE float* put_two(vf even, vf odd, float* to) {
+        store(to, sizeof(T) == 2 ? as_bf16(even) : even);
+        store(to + NR, sizeof(T) == 2 ? as_bf16(odd) : odd);
+        return to + 2 * NR;
+    }
     static INLINE vf spread(float x) { return splat(x); }
     static INLINE vf add(vf sum, vf a, vf b) { return multiply_add(a, b, sum); }
 };
