@@ -58,7 +58,7 @@ Run it from the root of the repository.
   python -m benchmarks overhead                  4 tokens: what the host does; writes results/overhead.md
   python -m benchmarks megatron                  a layer of Megatron-Core over 2 ranks; writes results/megatron.md
   python -m benchmarks quantized                 experts of codes beside bf16; writes results/quantized.md
-  python -m benchmarks quantized --loading       memory held while a checkpoint of 2 GB is loaded to NF4
+  python -m benchmarks quantized --loading       memory held while a checkpoint of 2 GB is loaded to codes
   python -m benchmarks frozen                    frozen experts beside other projects' kernels; writes results/frozen.md
   python -m benchmarks adapters                  frozen experts with peft's adapters; writes results/adapters.md
   python -m benchmarks optimizer                 AdamW of stacks, Newton-Schulz; writes results/optimizer.md
@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     mcore("--dtype", nargs="+", default=["bf16", "fp32"], choices=tuple(DTYPES))
     mcore("--transports", nargs="+", default=list(DIRECT), choices=(*DIRECT, "allgather"))
     codes = _part(parts, "quantized", "experts of codes", _quantized, RESULTS / "quantized.md", malloc="default")
-    codes("--loading", action="store_true", help="instead: memory held while 2 GB are loaded to NF4")
+    codes("--loading", action="store_true", help="instead: memory held while 2 GB are loaded to codes")
     still = _part(parts, "frozen", "frozen experts", _frozen, RESULTS / "frozen.md", malloc="default", seconds=45.0)
     still("--shape", default="2048,768,128,8", metavar="D,F,E,K", help="default 2048,768,128,8, Qwen3-30B's")
     still("--tokens", nargs="+", type=_positive, default=[1, 4, 16, 64, 256, 2048], metavar="N",

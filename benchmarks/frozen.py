@@ -40,7 +40,6 @@ from benchmarks.subject import Subject, Where
 from benchmarks.table import contestants_table, duration, ratio
 from benchmarks.task import Task
 from trimtab import oracle
-from trimtab.experts.quantized import FORMATS
 
 KINDS = ("bf16", "codes", "step")
 DRAWN = 8
@@ -85,7 +84,6 @@ def frozen_task(shape: tuple[int, int, int, int], *, tokens: Sequence[int], kind
             args=case.as_args(who=name, counts=list(tokens), bits=bits),
         )
         for name, role, group, bits in RACERS[kind]
-        if name != PACKED or "packed" in FORMATS
     ]  # fmt: skip
     reads = Contestant(
         name="machine reads", role="bandwidth", build="benchmarks.limits:build_read", threads=threads,

@@ -17,7 +17,6 @@ from benchmarks.quantized import UNIT
 from benchmarks.step import first_is_right
 from benchmarks.subject import Subject, Where
 from benchmarks.task import Task
-from trimtab.experts.quantized import FORMATS
 
 BOUND = 5e-2
 """peft rounds W + B A to bfloat16."""
@@ -36,7 +35,7 @@ def adapters_step_task(*, batch: int = 4, length: int = 512, threads: int, tiny:
         contestants=[
             made("peft over grouped_mm", "peer", "grouped_mm"),
             made("trimtab, plain", "ours", "trimtab"),
-            *([made("trimtab, packed", "ours", "trimtab", "packed")] if "packed" in FORMATS else []),
+            made("trimtab, packed", "ours", "trimtab", "packed"),
             made("trimtab, nf4", "ours", "trimtab", "nf4"),
         ],
         modes=[step.STEP],

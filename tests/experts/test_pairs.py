@@ -15,10 +15,12 @@ from helpers.pair_modules import EMPTY
 from helpers.pair_truth import BOUNDS, HALVES, INTERLEAVED, LOW, TRUTHS
 from helpers.pairs import KERNELS, WIDTH, Pair, Subject
 from trimtab.errors import ConfigError
+from trimtab.experts.quantized import misfit
 
 SINKS = [("off", False), ("accumulate", False), ("overwrite", False), ("off", True), ("accumulate", True)]
 LORA = ("lora", "lora+a", "lora+b", "lora+whole", "lora+shared+whole+bias")
 CODES = ("nf4", "int8", "fp8", "mxfp4", "nf4+lora", "mxfp4+lora+a+bias")
+PACKED = ("packed", "packed+lora+bias")
 TRANSPOSED = ("transposed", "transposed+bias", "transposed+lora+whole")
 SEPARATE = ("separate", "separate+bias", "separate+lora+whole")
 WEIGHTS = {
@@ -56,6 +58,8 @@ def pairs() -> list[Pair]:
         for own, weights in product(("activation", "norm") if module == "mlp" else (), ("bias", "lora+whole", "nf4")):
             own = replace(one, weights=weights, own=own, activation="relu_squared")
             made += [own, replace(own, recipe="fp8_blockwise")] if kernels == "torch" else [own]
+    for weights, kernels, (main_grad, delayed) in product(PACKED, KERNELS, SINKS):
+        made.append(Pair(module="mlp", weights=weights, kernels=kernels, main_grad=main_grad, delayed=delayed))
     return [_placed(pair, i) for i, pair in enumerate(made)]
 
 
@@ -65,6 +69,7 @@ def _placed(pair: Pair, i: int) -> Pair:
     narrow = "hardware" in pair.recipe or pair.words & {"lora", "own"}
     low = (torch.float32,) if narrow else (torch.float32, torch.float32, torch.bfloat16)
     dtypes = low if pair.recipe else DTYPES[pair.kernels][: 1 if pair.own else None]
+    dtypes = tuple(dtype for dtype in dtypes if "packed" not in pair.words or not misfit("packed", 32, 2, dtype))
     dtype = dtypes[i // 5 % len(dtypes)]
     main = (torch.promote_types(dtype, torch.float32), dtype)[i // 3 % 2]
     empty = EMPTY[i % len(EMPTY)]

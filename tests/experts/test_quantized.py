@@ -4,6 +4,7 @@ them keep and cost. Outputs and gradients are in the grid of pairs."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -103,11 +104,56 @@ def test_blocks_of_fp8_may_be_cut_at_the_end() -> None:
 
 @pytest.mark.parametrize(
     ("name", "ins", "says"),
-    [("nf4", 96, "multiple"), ("fp8", 128, "can be quantized"), ("nf5", 64, "can be quantized")],
-)
+    [
+        ("nf4", 96, "multiple"), ("fp8", 128, "can be quantized"), ("nf5", 64, "can be quantized"),
+        ("packed", 64, "packed has blocks of 32 outputs, and a weight has 4, no multiple"),
+    ],
+)  # fmt: skip
 def test_refused_to_quantize(name: str, ins: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         quantized(torch.ones(1, 4, ins), name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_what_is_not_packed_is_left_whole(dtype: torch.dtype) -> None:
+    experts = ExpertMLP(2, 64, 32, dtype=dtype)
+    with pytest.raises(ConfigError, match=f"packed holds weights in float32 or bfloat16, and a weight is in {dtype}"):
+        experts.quantize_("packed")
+    assert experts.codes is None
+    assert experts.gate_up.requires_grad
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "word"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_packed_are_the_weights_panel_by_panel(dtype: torch.dtype, word: int, transposed: bool) -> None:
+    """Without loss: every bit pattern comes back, NaN's too; whichever way the weights lie."""
+    bits = torch.arange(3 * 64 * 64, dtype=torch.int32) * 1103515245
+    weight = bits.view(dtype)[: 3 * 64 * 64].view(3, 64, 64)
+    codes, scales = quantized(weight.mT.contiguous().mT if transposed else weight, "packed")
+    assert (codes.shape, codes.dtype, scales.tolist()) == (weight.shape, dtype, [[[1.0], [1.0]]] * 3)
+    panels = codes.view(3, 2, 64 // word, 32, word)
+    for panel in range(2):
+        rows = weight[:, 32 * panel : 32 * panel + 32].reshape(3, 32, 64 // word, word)
+        assert same_bits(panels[:, panel], rows.transpose(1, 2))
+    assert same_bits(decoded(codes, scales, "packed", dtype), weight)
+    turned = weight.view(3, 32, 2, 64).transpose(1, 2).reshape(weight.shape)  # gates before ups
+    pairs, _ = quantized(weight, "packed_pairs")
+    assert same_bits(pairs, quantized(turned, "packed")[0])
+    assert same_bits(decoded(pairs, scales, "packed_pairs", dtype), weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda mlp: mlp.bfloat16(), "codes of packed came in torch.bfloat16"),
+        (lambda mlp: mlp.down.requires_grad_(), "codes of packed do not train"),
+    ],
+)
+def test_packed_are_neither_cast_nor_trained(change: Callable[[ExpertMLP], object], says: str) -> None:
+    experts = ExpertMLP(2, 64, 32).quantize_("packed")
+    change(experts)
+    with pytest.raises(ConfigError, match=f"ExpertMLP's {says}"):
+        experts(torch.ones(3, 64), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
 
 
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
@@ -135,10 +181,11 @@ def test_flops_are_those_of_the_weights() -> None:
     assert counter.get_total_flops() == 2 * 2 * len(subject.e_S) * 128 * (2 * 192 + 192)
 
 
-def test_a_module_of_codes_saves_loads_and_trains_what_is_left() -> None:
+@pytest.mark.parametrize("name", ["nf4", "packed"])
+def test_a_module_of_codes_saves_loads_and_trains_what_is_left(name: str) -> None:
     torch.manual_seed(0)
-    experts, other = (ExpertMLP(4, 128, 64, bias=True).quantize_("nf4") for _ in range(2))
-    assert experts.gate_up.dtype is torch.uint8
+    experts, other = (ExpertMLP(4, 128, 64, bias=True).quantize_(name) for _ in range(2))
+    assert experts.gate_up.dtype is FORMATS[name].dtype_of(torch.float32)
     assert {name for name, p in experts.named_parameters() if p.requires_grad} == {"gate_up_bias", "down_bias"}
     other.load_state_dict(experts.state_dict())
     x, w, ids, found = torch.randn(9, 128), torch.rand(9, 2), torch.randint(0, 4, (9, 2)), []
@@ -149,7 +196,7 @@ def test_a_module_of_codes_saves_loads_and_trains_what_is_left() -> None:
         found.append((y.detach(), x.grad))
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for one in found for a, b in zip(one, found[0], strict=True))
     with pytest.raises(ConfigError, match="quantized once"):
-        experts.quantize_("nf4")
+        experts.quantize_(name)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

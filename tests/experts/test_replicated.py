@@ -126,6 +126,7 @@ MODULES: dict[str, tuple[dict[str, Any], Callable[[ExpertMLP], Any]]] = {
     "fp8": ({"activation": "gelu", "bias": True}, lambda mlp: quantize(mlp, "fp8")),
     "mxfp4": ({}, lambda mlp: quantize(mlp, "mxfp4")),
     "nf4, adapter": ({}, lambda mlp: one_adapter(mlp.quantize_("nf4"))),
+    "packed, adapter": ({"dtype": torch.float32}, lambda mlp: one_adapter(mlp.quantize_("packed"))),
 }
 
 
@@ -142,10 +143,10 @@ def test_everything_is_as_in_one_module(options: dict[str, Any], change: Callabl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("which", ["biased", "nf4, adapter"])
+@pytest.mark.parametrize("which", ["biased", "nf4, adapter", "packed, adapter"])
 def test_compiled_kernels_likewise(which: str, dtype: torch.dtype) -> None:
     options, change = MODULES[which]
-    compare(whole({"dtype": dtype} | options, change))
+    compare(whole(options | {"dtype": dtype}, change))
 
 
 @pytest.mark.parametrize("mode", ["off", "accumulate"])

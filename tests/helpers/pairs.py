@@ -125,7 +125,8 @@ class Subject:
             return torch.randn(shape, generator=g, dtype=torch.float64).mul(scale).to(pair.dtype)
 
         place = fenced if pair.fenced else lambda t: t
-        params = {name: p for name, p in self.layer.named_parameters() if p.dtype != torch.uint8}
+        coded = set(self.names) if self.words & FORMATS.keys() else set()
+        params = {name: p for name, p in self.layer.named_parameters() if name not in coded and p.dtype != torch.uint8}
         for name, param in params.items():
             if not name.endswith("_scales"):
                 param.data = place(draw(*param.shape, scale=param.shape[-1] ** -0.5))

@@ -4,6 +4,9 @@ Codes are uint8 [..., out, in / values in a byte]; scales have an entry for each
 (value of its code) * (scale of its block) in float32, then rounded to the dtype that is asked for: bit for bit what
 bitsandbytes (nf4, int8) and transformers (fp8, mxfp4) make of the same codes.
 
+`packed` weights are codes without loss: the same values [..., out, in] in their own dtype, bfloat16 or float32, in the
+order in which products read them, and scales of 1.
+
 Legend: e experts, out and in the outputs and inputs of a weight.
 """
 
@@ -33,7 +36,11 @@ class Format:
     """per_byte: values in a byte. outs, ins: of a block that shares a scale; 0: all inputs of an output. values: of
     codes of four bits; high_first: whether a byte's upper half comes first. stored: the dtype whose bits other codes
     are, times `factor`. scales: the scales' dtype; uint8 holds a power of two, biased by 127. unit: a scale with which
-    codes stand for numbers around 1."""
+    codes stand for numbers around 1.
+
+    decode: of codes that are the values in another order, a view of them that has, flat, the order of the weights;
+    their scales are 1. runs: of outputs that lie in turn in the weights. in_turn: the format for gate and up in turn,
+    where it is not this one."""
 
     per_byte: int
     outs: int
@@ -45,6 +52,13 @@ class Format:
     values: tuple[float, ...] = ()
     high_first: bool = False
     quantize: Callable[[Tensor, Format], tuple[Tensor, Tensor]] | None = None
+    decode: Callable[[Tensor, Format], Tensor] | None = None
+    runs: int = 1
+    in_turn: str = ""
+
+    def dtype_of(self, weights: torch.dtype) -> torch.dtype:
+        """The codes' dtype for weights in that one."""
+        return weights if self.decode else torch.uint8
 
 
 def values_per_byte(name: str) -> int:
@@ -65,6 +79,11 @@ def decoded(
 ) -> Tensor:
     """The weights [e, out, in] of codes [e, out, in / values in a byte], into `out` if it is given."""
     f = name if isinstance(name, Format) else FORMATS[name]
+    if f.decode:
+        value = f.decode(codes_eOI, f)
+        out = torch.empty_like(codes_eOI, dtype=dtype) if out is None else out
+        out.view(value.shape).copy_(value)
+        return out
     if f.values:
         wide = _pairs(f.values, f.high_first, codes_eOI.device)
         value = wide.index_select(0, codes_eOI.reshape(-1).int()).view(*codes_eOI.shape[:-1], -1)
@@ -90,19 +109,48 @@ def quantized(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """Codes and scales of weights [..., out, in] in a format that there is an encoder for.
 
     Raises:
-        ConfigError: there is none, or its blocks do not divide the inputs.
+        ConfigError: there is none, or its blocks do not divide the weights, or it does not hold their dtype.
     """
     f = FORMATS.get(name)
     if f is None or f.quantize is None:
-        known = [key for key, row in FORMATS.items() if row.quantize]
-        raise ConfigError(f"weights can be quantized to {known}, not to {name!r}", phase="experts")
-    if f.ins and weight.shape[-1] % f.ins:
-        raise ConfigError(
-            f"{name} has blocks of {f.ins} values of an expert's inputs, and {weight.shape[-1]} inputs are no multiple"
-            "; int8 takes any number",
-            phase="experts",
-        )
-    return f.quantize(weight.detach().contiguous(), f)
+        raise ConfigError(f"weights can be quantized to {encoded()}, not to {name!r}", phase="experts")
+    if why := misfit(name, weight.shape[-2], weight.shape[-1], weight.dtype):
+        raise ConfigError(why, phase="experts")
+    return f.quantize(weight.detach() if f.decode else weight.detach().contiguous(), f)
+
+
+def encoded() -> list[str]:
+    """The formats that weights can be quantized to, by the names that users have for them."""
+    return [name for name, f in FORMATS.items() if f.quantize and f.runs == 1]
+
+
+def misfit(name: str, outs: int, ins: int, dtype: torch.dtype, of: str = "a weight") -> str:
+    """A sentence where a format does not hold weights [..., outs, ins] in a dtype, else "". of: what it calls them."""
+    f = FORMATS[name]
+    if f.decode and dtype not in (torch.float32, torch.bfloat16):
+        return f"{name} holds weights in float32 or bfloat16, and {of} is in {dtype}"
+    cut = f.outs > 1 and not f.decode  # at a weight's end
+    block = f.outs if f.decode else 0 if cut else f.ins
+    for what, size, of_block in (("outputs", outs, block if f.decode else 1), ("inputs", ins, block or f.per_byte)):
+        if size % of_block:
+            more = "; int8 takes any number" if f.quantize and not f.decode else ""
+            return f"{name} has blocks of {of_block} {what}, and {of} has {size}, no multiple{more}"
+    return ""
+
+
+def check_held(codes: Tensor, scales: Tensor, name: str, dtype: torch.dtype, of: str) -> None:
+    """Raise ConfigError where something has cast codes for weights in `dtype` or their scales, as `model.to(dtype)` and
+    FSDP's mixed precision do, or is to train them. of: the module that has them."""
+    f = FORMATS[name]
+    for what, tensor, own in (("codes", codes, f.dtype_of(dtype)), ("scales", scales, f.scales)):
+        if tensor.dtype is not own:
+            raise ConfigError(
+                f"{of}'s {what} of {name} came in {tensor.dtype}, and cast they give other weights: load the model in "
+                "the dtype that it is to compute in, in the place of model.to(dtype) and of FSDP's mixed precision",
+                phase="experts",
+            )
+    if codes.requires_grad:
+        raise ConfigError(f"{of}'s codes of {name} do not train: take requires_grad from them", phase="experts")
 
 
 def every_code(name: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,6 +184,21 @@ def _int8(weight: Tensor, f: Format) -> tuple[Tensor, Tensor]:
     return codes.view(torch.uint8), absmax
 
 
+def _packed(weight: Tensor, f: Format) -> tuple[Tensor, Tensor]:
+    """Panels of 32 outputs of a run side by side, of each input, or in two bytes of two inputs beside each other: a
+    product that sums over inputs in their order reads a panel from one end to the other, on every processor."""
+    (*lead, outs, ins), word = weight.shape, 4 // weight.element_size()
+    words = weight.view(*lead, outs // (f.outs * f.runs), f.outs, f.runs, ins // word, word)
+    codes = words.movedim((-3, -2), (-5, -3)).contiguous().view(weight.shape)
+    return codes, weight.new_ones(scales_of(codes, "packed"), dtype=f.scales)
+
+
+def _unpacked(codes: Tensor, f: Format) -> Tensor:
+    (*lead, outs, ins), word = codes.shape, 4 // codes.element_size()
+    words = codes.view(*lead, f.runs, outs // (f.outs * f.runs), ins // word, f.outs, word)
+    return words.movedim((-5, -3), (-3, -2))
+
+
 @lru_cache(maxsize=8)
 def _pairs(values: tuple[float, ...], high_first: bool, device: torch.device) -> Tensor:
     """The two values of each byte, [256, 2]."""
@@ -150,7 +213,10 @@ FORMATS = {
     "int8": Format(1, 1, 0, 0.25, stored=torch.int8, factor=_127TH, quantize=_int8),
     "fp8": Format(1, 128, 128, 2.0**-10, stored=torch.float8_e4m3fn),
     "mxfp4": Format(2, 1, 32, 124, scales=torch.uint8, values=E2M1),
+    "packed": Format(1, 32, 0, 1.0, quantize=_packed, decode=_unpacked, in_turn="packed_pairs"),
+    "packed_pairs": Format(1, 32, 0, 1.0, quantize=_packed, decode=_unpacked, runs=2),
 }
 """By name: NF4 with an absmax of each 64 values, as bitsandbytes packs them; int8 with an absmax of each row, as
 bitsandbytes' `int8_vectorwise_quant`; float8_e4m3 with a scale of each 128 x 128, as DeepSeek's checkpoints have them;
-and e2m1 with a power of two of each 32 values, as gpt-oss has them: weights there are codes of [e, out, in], too."""
+e2m1 with a power of two of each 32 values, as gpt-oss has them: weights there are codes of [e, out, in], too; and
+panels of the weights as they are."""

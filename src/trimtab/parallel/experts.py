@@ -50,12 +50,14 @@ def check_split(experts: ExpertMLP, place: ExpertMesh) -> None:
     """Whether `ParallelExperts.shard` can cut them over `place`. Nothing is changed, nothing is sent.
 
     Raises:
-        ConfigError: F or the experts do not divide; a share of F would begin within a block of codes.
+        ConfigError: F or the experts do not divide; a share of F would begin within a block of codes, or cut panels.
         BackendError: their recipe cannot work on a rank's share.
     """
     if experts.hidden % place.etp_size:
         raise ConfigError(f"F = {experts.hidden} does not divide over {place.etp_size} expert-tensor-parallel ranks")
     share, held = experts.hidden // place.etp_size, FORMATS.get(experts.codes[0] if experts.codes else "")
+    if held is not None and held.decode and place.etp_size > 1:
+        raise ConfigError("packed weights are not cut over F: parallelize without etp, or leave them plain")
     if held is not None and place.etp_size > 1 and (share % held.outs or share % (held.ins or 1)):
         raise ConfigError(
             f"F = {experts.hidden} over {place.etp_size} expert-tensor-parallel ranks cuts blocks of codes in two: "

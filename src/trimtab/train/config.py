@@ -16,7 +16,7 @@ from trimtab.errors import ConfigError
 from trimtab.train.presets import PRESETS
 
 MOST_SEED = 2**32 - 1  # of numpy
-ENCODED = ("nf4", "int8")
+ENCODED = ("nf4", "int8", "packed")
 """Formats that experts are quantized to while they are loaded."""
 MUON = "muon"
 """The `optim` that is ours."""
@@ -123,7 +123,8 @@ class TrainConfig:
         "experts,attention)", shown="A,B,…", fixed=True,
     )  # fmt: skip
     quantize: str | None = option(
-        "adapters", "hold routed experts as nf4, as int8, or keep the codes that the checkpoint has (FP8, MXFP4)",
+        "adapters", "hold routed experts as nf4, as int8, packed for C++ (default on CPUs that run it), or keep the "
+        "codes that the checkpoint has (FP8, MXFP4)",
         choices=(*ENCODED, "keep"), fixed=True,
     )  # fmt: skip
     merge: bool = option("adapters", "also write the model with its adapters merged, to DIR/merged", default=False)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from trimtab.convert.layouts import experts_modules
 from trimtab.convert.steps import moved_rows
 from trimtab.errors import ConfigError, first_line
 from trimtab.integrations.transformers.composite import freeze_what_sees_no_text, language_model_class
+from trimtab.integrations.transformers.gates import word_of
 from trimtab.integrations.transformers.lora import lora_config
-from trimtab.integrations.transformers.quantized import allocate_params
+from trimtab.integrations.transformers.quantized import allocate_params, check_fits
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
 from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.integrations.transformers.summary import own_name
+from trimtab.kernels.choose import get_backend
+from trimtab.kernels.compiled import ACTIVATIONS, CODES
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
 
@@ -186,6 +191,26 @@ def experts_format(config: TrainConfig) -> str | None:
             f"--quantize keep: the experts of {config.model} are no codes that can be kept; use nf4 or int8"
         )
     return found
+
+
+def packs(config: TrainConfig, skeleton: nn.Module, mesh: Mesh) -> bool:
+    """Whether the run holds frozen experts packed, unasked: on CPUs whose C++ reads them, in a layout that codes have.
+    Says where only their sizes are against it."""
+    free = config.lora and not config.quantize and (mesh.tp == 1 or mesh.ep > 1)
+    if not free or torch.accelerator.is_available() or "packed" not in CODES or config.kernels not in ("auto", "cpu"):
+        return False
+    modules: list[Any] = experts_in(deepcopy(skeleton).bfloat16())
+    known = all(not m.has_post_expert_norm and (word_of(m) or "-").split()[0] in ACTIVATIONS for m in modules)
+    if not known or get_backend(config.kernels, torch.device("cpu")).name != "cpu":
+        return False
+    try:
+        for module in modules:
+            check_fits(module, "packed")
+    except ConfigError as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"trimtab: experts are not packed: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def _quantized_skeleton(skeleton: nn.Module, config: TrainConfig) -> nn.Module:

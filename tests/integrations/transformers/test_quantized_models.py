@@ -80,7 +80,7 @@ def with_decoded(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "packed"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_model_of_codes_is_that_of_what_they_decode_to(family: str, name: str) -> None:
     """With peft's adapters on them, too."""
@@ -90,7 +90,7 @@ def test_a_model_of_codes_is_that_of_what_they_decode_to(family: str, name: str)
     same_gradients(loss_and_gradients(model), of_others(with_decoded(model)))
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8"])
+@pytest.mark.parametrize("name", ["nf4", "packed"])
 @pytest.mark.parametrize("other", ["eager", "grouped_mm", "batched_mm"])
 def test_another_implementation_that_is_set_behind_codes_is_refused_by_name(name: str, other: str) -> None:
     model = quantize_experts(tiny("qwen3_moe"), name)
@@ -114,13 +114,15 @@ CASTS: dict[str, Callable[[Any], object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8"])
+@pytest.mark.parametrize("name", ["nf4", "int8", "packed"])
 @pytest.mark.parametrize("cast", CASTS)
 def test_scales_that_a_cast_has_rounded_are_used_for_nothing(cast: str, name: str, tmp_path: Path) -> None:
     model = quantize_experts(tiny("qwen3_moe"), name)
     CASTS[cast](model)
     for use in (loss_and_gradients, dequantize_experts, lambda model: model.save_pretrained(tmp_path)):
-        with pytest.raises(ConfigError, match=rf"scales of {name} came in .*in the place of model\.to\(dtype\)"):
+        with pytest.raises(
+            ConfigError, match=rf"(codes|scales) of {name} came in .*in the place of model\.to\(dtype\)"
+        ):
             use(model)
 
 
@@ -184,6 +186,35 @@ def test_read_saved_and_read_again(family: str, tmp_path: Path) -> None:
     same(model_class(family).from_pretrained(tmp_path / "codes", **options), read)
 
 
+PACKED: dict[str, dict[str, object]] = {
+    "qwen3_moe": {}, "mixtral": {}, "gpt_oss": {}, "nemotron_h": {"layers_block_type": ["attention", "moe"]},
+}  # fmt: skip
+"""Stacks of single experts, of other names, transposed with gate and up in turn, without a gate."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_is_the_model_that_was_read(family: str, dtype: str, tmp_path: Path) -> None:
+    """Packed while it is read or in place: the same panels, tokens and, written, bytes; nothing in the files tells."""
+    plain = tiny(family, **PACKED[family]).to(getattr(torch, dtype)).eval()
+    plain.save_pretrained(tmp_path / "plain")
+    read = load(tmp_path / "plain", dtype=dtype, quantization_config=QuantizedExpertsConfig("packed"))
+    placed = quantize_experts(load(tmp_path / "plain", dtype=dtype), "packed")
+    same(read, placed)
+    assert marks(read) == {("packed", getattr(torch, dtype))}
+    tokens = torch.arange(12).view(2, 6) * 7 % 64
+    given: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    found = [model.generate(tokens, attention_mask=torch.ones_like(tokens), **given) for model in (plain, read)]
+    assert torch.equal(*found)
+    files = [load(tmp_path / "plain", dtype=dtype), read, placed, dequantize_experts(copy.deepcopy(read))]
+    written = [tmp_path / str(i) for i in range(len(files))]
+    for model, folder in zip(files, written, strict=True):
+        model.save_pretrained(folder)
+        for name in ("model.safetensors", "config.json"):
+            assert (folder / name).read_bytes() == (written[0] / name).read_bytes(), name
+    same(read, placed)  # and saving left it alone
+
+
 def test_quantized_in_place_saved_and_read_again(tmp_path: Path) -> None:
     model = quantize_experts(tiny("qwen3_moe"), "nf4")
     model.save_pretrained(tmp_path)
@@ -233,23 +264,24 @@ def read_and_save(folder: str, kind: str, given: dict[str, Any]) -> tuple[dict[s
         model = over_ranks(folder, 2, **given)
     mine = model.state_dict()
     local = (value.to_local() if hasattr(value, "to_local") else value for value in mine.values())
-    experts = {value.shape[0] for value in local if value.dtype is torch.uint8}
+    experts = {value.shape[0] for value in local if value.dim() == 3}
     together = {key: full(value) for key, value in mine.items()}
     model.save_pretrained(f"{folder}-saved", is_main_process=dist.get_rank() == 0)
     dist.barrier()
     for ep in (1, 2):
-        again = over_ranks(f"{folder}-saved", ep).state_dict()
+        again = over_ranks(f"{folder}-saved", ep, **(given if kind == "packed" else {})).state_dict()
         assert again.keys() == together.keys()
         for key, value in again.items():
             assert torch.equal(full(value), together[key]), (ep, key)
     return together, experts, encoded[0]
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("kind", ["nf4", "packed", "fp8", "mxfp4"])
 def test_each_rank_reads_its_own_and_files_are_whole(kind: str, tmp_path: Path) -> None:
-    given = {"quantization_config": QuantizedExpertsConfig(kind)} if kind == "nf4" else {}
+    encodes = kind in ("nf4", "packed")
+    given = {"quantization_config": QuantizedExpertsConfig(kind)} if encodes else {}
     folder = tmp_path / "whole"
-    if kind == "nf4":
+    if encodes:
         tiny("qwen3_moe").save_pretrained(folder)
     else:
         save_official(folder, kind)
@@ -258,7 +290,7 @@ def test_each_rank_reads_its_own_and_files_are_whole(kind: str, tmp_path: Path) 
         assert together.keys() == alone.keys()
         assert all(torch.equal(value, together[key]) for key, value in alone.items())
         assert experts == {2}, "of four"
-        assert encoded == (2 * 2 * 3 if kind == "nf4" else 0), "gate, up and down of two experts in two layers"
+        assert encoded == (2 * 2 * 3 if encodes else 0), "gate, up and down of two experts in two layers"
 
 
 def test_refused_before_anything_is_read(tmp_path: Path) -> None:

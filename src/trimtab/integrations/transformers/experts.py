@@ -125,7 +125,7 @@ def read_transformers(
 def _read(module: nn.Module, name: str, value: Any, part: Callable[[LoraFactors], LoraFactors] | None) -> GroupedWeight:
     coded = codes_of(module, name)
     weight = GroupedWeight(
-        values=(_of_values(module, value) if coded is None else value.detach().view(torch.uint8),),
+        values=(_of_values(module, value) if coded is None else _codes(value.detach()),),
         biases=(_of_values(module, getattr(module, f"{name}_bias")),) if module.has_bias else (),
         transposed=coded is None and bool(module.is_transposed),
     )  # fmt: skip
@@ -148,6 +148,10 @@ def _or_none(module: nn.Module, name: str) -> object:
         return getattr(module, name)
     except AttributeError:
         return None
+
+
+def _codes(value: Tensor) -> Tensor:
+    return value.view(torch.uint8) if value.element_size() == 1 else value
 
 
 def _of_values(module: nn.Module, value: object) -> Tensor:

@@ -85,11 +85,12 @@ def summary(model: nn.Module) -> Summary:
     amounts: dict[tuple[str, str], Amount] = {}
     sharded = False
     for name, tensor in tensors.items():
-        scales = _SCALES.sub("", name) in codes - {name}
-        if name in codes or scales:
+        of = _SCALES.sub("", name)
+        scales = of in tensors.keys() - {name}
+        if name in codes or (scales and of in codes):
             state, values = "quantized", 0 if scales else _values(owners[name.rpartition(".")[0]], tensor)
         elif isinstance(tensor, nn.Parameter):
-            state, values = "trained" if tensor.requires_grad else "frozen", tensor.numel()
+            state, values = "trained" if tensor.requires_grad else "frozen", 0 if scales else tensor.numel()
         else:
             continue
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

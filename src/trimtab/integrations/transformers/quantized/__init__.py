@@ -1,8 +1,8 @@
 """Codes as parameters of a transformers experts module, in the place of its weights.
 
-A weight becomes a frozen parameter of uint8 of the same name, codes of [E, out, in] whichever way the module has it,
-with `<name>_scales` beside it; the module's `codes_of_experts` has the format. Under expert parallelism both are
-DTensors as the weight was.
+A weight becomes a frozen parameter of the same name, codes of [E, out, in] whichever way the module has it, with
+`<name>_scales` beside it; the module's `codes_of_experts` has the format. Under expert parallelism both are DTensors as
+the weight was.
 
 Legend: E experts of this rank, out and in the outputs and inputs of a weight.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trimtab.errors import ConfigError
-from trimtab.experts.quantized import FORMATS, decoded, quantized, scales_of, values_per_byte
+from trimtab.experts.quantized import FORMATS, check_held, decoded, misfit, quantized, scales_of, values_per_byte
 from trimtab.parallel.meshes import local_part
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -29,6 +29,8 @@ SHOWN = 4
 """Tensors that an error names; of the rest their number."""
 MARK = "codes_of_experts"
 """Attribute of a module whose weights are codes: (format, dtype of the weights)."""
+AS_WEIGHTS = "_next_state_has_weights"
+"""Attribute of a module whose next state dict is to have weights in the place of packed ones."""
 
 
 def weights_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -43,18 +45,13 @@ def codes_of(module: nn.Module, weight: str) -> tuple[str, Tensor, torch.dtype] 
     """The format of the codes in a weight's place, their scales, and the dtype that they stand for: ours, or those of
     transformers' FP8 experts with float scales. None where there are values.
 
-    Raises ConfigError where something has cast the scales, as FSDP's mixed precision and `model.to(dtype)` do.
+    Raises ConfigError as `check_held` does.
     """
     ours: Any = getattr(module, MARK, None)
     if ours is not None:
-        name, dtype = ours
+        name, dtype = format_of(module, weight, ours[0]), ours[1]
         scales = getattr(module, f"{weight}{SCALES}")
-        if scales.dtype is not FORMATS[name].scales:
-            raise ConfigError(
-                f"{type(module).__name__}'s scales of {name} came in {scales.dtype}, and rounded scales give other "
-                "weights: load the model in the dtype that it is to compute in, in the place of model.to(dtype) and of "
-                "FSDP's mixed precision"
-            )
+        check_held(getattr(module, weight), scales, name, dtype, type(module).__name__)
         return name, scales, dtype
     grid: Any = getattr(module, f"{weight}_scale_inv", None)
     blocks, e4m3 = getattr(module, "block_size", None), getattr(module.down_proj, "dtype", None) is torch.float8_e4m3fn
@@ -63,60 +60,75 @@ def codes_of(module: nn.Module, weight: str) -> tuple[str, Tensor, torch.dtype] 
     return None
 
 
-def allocate_params(module: nn.Module, name: str) -> None:
-    """Put uninitialized codes and scales of a format in the place of the module's weights, for a loader to fill.
+def format_of(module: nn.Module, weight: str, name: str) -> str:
+    """The format of one weight of a module that has its weights in the format `name`."""
+    return name if weight != WEIGHTS[0] or module.is_concatenated else FORMATS[name].in_turn or name
 
-    Raises ConfigError where the format's blocks do not fit the weights, or straddle gate and up.
-    """
+
+def allocate_params(module: nn.Module, name: str) -> None:
+    """Put uninitialized codes and scales of a format in the place of the module's weights, for a loader to fill. Raises
+    ConfigError as `check_fits` does."""
     f = FORMATS[name]
-    for weight, value in list(weights_in(module)):
-        experts, *matrix = value.shape
-        outs, ins = reversed(matrix) if module.is_transposed else matrix
-        if (f.ins and f.outs == 1 and ins % f.ins) or ins % f.per_byte:
-            raise ConfigError(
-                f"{name} has blocks of {f.ins or f.per_byte} inputs, and {type(module).__name__}.{weight} has {ins}"
-                + ("; int8 takes any number" if f.quantize else "")
-            )
-        if f.outs > 1 and weight == "gate_up_proj" and (outs // 2) % f.outs:
-            raise ConfigError(
-                f"{name} has blocks of {f.outs} outputs, which straddle gate and up in {type(module).__name__}: "
-                f"{outs // 2} each"
-            )
-        codes = torch.empty(experts, outs, ins // f.per_byte, dtype=torch.uint8, device=value.device)
+    for weight, outs, ins in check_fits(module, name):
+        value = getattr(module, weight)
+        codes = torch.empty(len(value), outs, ins // f.per_byte, dtype=f.dtype_of(value.dtype), device=value.device)
         scales = torch.empty(scales_of(codes, name), dtype=f.scales, device=value.device)
         _hold(module, weight, codes, scales, (name, value.dtype))
 
 
+def check_fits(module: nn.Module, name: str) -> list[tuple[str, int, int]]:
+    """The module's weights with their outputs and inputs. Raises ConfigError where the format's blocks do not fit them,
+    or straddle gate and up."""
+    f, who, found = FORMATS[name], type(module).__name__, []
+    for weight, value in weights_in(module):
+        outs, ins = value.shape[:0:-1] if module.is_transposed else value.shape[1:]
+        if why := misfit(name, outs, ins, value.dtype, f"{who}.{weight}"):
+            raise ConfigError(why)
+        if f.outs > 1 and weight == "gate_up_proj" and (outs // 2) % f.outs:
+            raise ConfigError(
+                f"{name} has blocks of {f.outs} outputs, which straddle gate and up in {who}: {outs // 2} each"
+            )
+        found.append((weight, outs, ins))
+    return found
+
+
 def quantize_param(module: nn.Module, weight: str, name: str) -> None:
     """Quantize one weight of the module in place."""
-    value = getattr(module, weight).detach()
-    codes, scales = quantize_matrices(local_part(value), name, transposed=bool(module.is_transposed))
+    value, own = getattr(module, weight).detach(), format_of(module, weight, name)
+    codes, scales = quantize_matrices(local_part(value), own, transposed=bool(module.is_transposed))
     _hold(module, weight, _placed_as(value, codes), _placed_as(value, scales), (name, value.dtype))
 
 
 def dequantize_params(module: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Put the weights that the module's codes stand for in their place, as parameters that train. Raises ConfigError
     as `codes_of` does."""
-    name, of = getattr(module, MARK)
-    held = [codes_of(module, weight) for weight, _ in weights_in(module)]
-    for (weight, codes), coded in zip(list(weights_in(module)), held, strict=True):
-        assert coded is not None
-        scales = coded[1]
-        local = local_part(codes.detach()), local_part(scales.detach())
-        pairs = zip(*local, strict=True)
-        values = [decoded(code[None], scale[None], name, dtype or of)[0] for code, scale in pairs]
-        wide = torch.stack([value.t() for value in values] if module.is_transposed else values)
+    for weight, wide in [(weight, dequantized(module, weight, dtype)) for weight, _ in weights_in(module)]:
         delattr(module, weight)
         delattr(module, weight + SCALES)
-        module.register_parameter(weight, nn.Parameter(_placed_as(codes, wide)))
+        module.register_parameter(weight, nn.Parameter(wide))
     delattr(module, MARK)
 
 
+def dequantized(module: nn.Module, weight: str, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight that the module's codes stand for, as the module would have it. Raises ConfigError as `codes_of`."""
+    coded = codes_of(module, weight)
+    assert coded is not None
+    name, scales, of = coded
+    codes = getattr(module, weight)
+    local = local_part(codes.detach()), local_part(scales.detach())
+    shape = dequantized_shape(module, weight)[:: -1 if module.is_transposed else 1]
+    wide = torch.empty(len(local[0]), *shape, dtype=dtype or of, device=codes.device)
+    for into, code, scale in zip(wide, *local, strict=True):
+        value = decoded(code[None], scale[None], name, into.dtype)[0]
+        into.copy_(value.t() if module.is_transposed else value)
+    return _placed_as(codes, wide)
+
+
 def quantize_matrices(value: Tensor, name: str, *, transposed: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes and scales of weights [..., out, in], or [..., in, out] if transposed: one matrix at a time, because a
-    format computes in float32."""
-    if value.dim() == 2:
-        return quantized(value.t() if transposed else value, name)
+    """Codes and scales of weights [..., out, in], or [..., in, out] if transposed: one matrix at a time where a format
+    computes in float32."""
+    if value.dim() == 2 or FORMATS[name].decode:
+        return quantized(value.mT if transposed else value, name)
     made = [quantize_matrices(matrix, name, transposed=transposed) for matrix in value]
     return torch.stack([codes for codes, _ in made]), torch.stack([scales for _, scales in made])
 
@@ -127,10 +139,21 @@ def dequantized_shape(module: nn.Module, weight: str) -> tuple[int, int]:
     return codes.shape[-2], codes.shape[-1] * values_per_byte(getattr(module, MARK)[0])
 
 
+def show_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook behind `state_dict`: weights, once, where `AS_WEIGHTS` asks for them. transformers gathers by it what FSDP
+    shards."""
+    if module.__dict__.pop(AS_WEIGHTS, False):
+        for weight, _codes in weights_in(module):
+            state[prefix + weight] = dequantized(module, weight)
+            del state[prefix + weight + SCALES]
+
+
 def _hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor, mark: tuple[str, torch.dtype]) -> None:
     delattr(module, weight)
     for key, value in ((weight, codes), (weight + SCALES, scales)):
         module.register_parameter(key, nn.Parameter(value, requires_grad=False))
+    if show_weights not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(show_weights)  # type: ignore[no-untyped-call]
     setattr(module, MARK, mark)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import core_model_loading as loading
 
 from trimtab.errors import ConfigError
+from trimtab.experts.quantized import FORMATS
 from trimtab.integrations.transformers import quantized as on_module
 
 Tensors = dict[str, Any]
@@ -46,12 +47,12 @@ class Quantize(loading.ConversionOps):  # type: ignore[misc]
         module, weight = owner(model, full_layer_name)
         if not hasattr(module, on_module.MARK):  # this module keeps its weights
             return run(self.steps, input_dict, kwargs)
-        if not all(isinstance(step, (*STACK, loading.Interleave)) for step in self.steps) or module.is_transposed:
+        name = on_module.format_of(module, weight, self.name)
+        whole = STACK if FORMATS[name].outs > 1 else (*STACK, loading.Interleave)
+        if not all(isinstance(step, whole) for step in self.steps) or module.is_transposed:
             steps = with_known_transposes(self.steps, input_dict, module, weight)
             merged, turned = run(steps, input_dict, kwargs), bool(module.is_transposed)
-            pairs = {
-                key: on_module.quantize_matrices(first(t), self.name, transposed=turned) for key, t in merged.items()
-            }
+            pairs = {key: on_module.quantize_matrices(first(t), name, transposed=turned) for key, t in merged.items()}
             return _params({key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()})
         codes: Tensors = {}
         scales: Tensors = {}
@@ -60,7 +61,7 @@ class Quantize(loading.ConversionOps):  # type: ignore[misc]
             codes[key], scales[key] = [], []
             while tensors:
                 matrix = tensors.pop(0)
-                pair = on_module.quantize_matrices(matrix, self.name)
+                pair = on_module.quantize_matrices(matrix, name)
                 _page_out(matrix)
                 codes[key].append(pair[0])
                 scales[key].append(pair[1])
@@ -68,7 +69,7 @@ class Quantize(loading.ConversionOps):  # type: ignore[misc]
 
 
 class QuantizeWhole(loading.ConversionOps):  # type: ignore[misc]
-    """Whole weights of modules into codes of a format; what is codes already passes. rest: for those of no experts."""
+    """Whole weights of modules into codes of a format; codes, with scales, pass. rest: for those of no experts."""
 
     def __init__(self, name: str, rest: loading.ConversionOps | None = None) -> None:
         self.name, self.rest = name, rest
@@ -80,8 +81,9 @@ class QuantizeWhole(loading.ConversionOps):  # type: ignore[misc]
             made[key] = tensor = first(value)
             if not hasattr(module, on_module.MARK):
                 made |= {} if self.rest is None else self.rest.convert({key: value}, model=model, **kwargs)
-            elif weight in on_module.WEIGHTS and tensor.is_floating_point():
-                codes, scales = on_module.quantize_matrices(tensor, self.name, transposed=bool(module.is_transposed))
+            elif weight in on_module.WEIGHTS and key + on_module.SCALES not in input_dict:
+                name, turned = on_module.format_of(module, weight, self.name), bool(module.is_transposed)
+                codes, scales = on_module.quantize_matrices(tensor, name, transposed=turned)
                 made |= _params({key: codes}, {key: scales})
         return made
 
@@ -94,7 +96,7 @@ class NamedCodes(loading.WeightRenaming):  # type: ignore[misc]
 
     @staticmethod
     def of(model: nn.Module) -> Tensors:
-        """The model's state by its names in files. Raises ConfigError where something has cast scales."""
+        """The model's state by its names in files. Raises ConfigError where something has cast codes or scales."""
         coded = [(path, module) for path, module in model.named_modules() if hasattr(module, on_module.MARK)]
         named = {
             f"{path}.{name}"
@@ -171,6 +173,12 @@ def quantizing(converters: Iterable[Any], model: nn.Module, name: str) -> list[A
         else converter
         for converter in converters
     ]
+
+
+def unquantized(converter: Any) -> Any:
+    """A converter of `quantizing` as it was, any other itself."""
+    first, *_ = getattr(converter, "operations", None) or (None,)
+    return converter.copy(*patterns(converter), operations=first.steps) if isinstance(first, Quantize) else converter
 
 
 def keeping_quantized(converter: loading.WeightConverter, quantizer: object) -> loading.WeightConverter:

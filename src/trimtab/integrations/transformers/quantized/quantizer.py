@@ -5,7 +5,8 @@
 
 Official checkpoints in FP8 and MXFP4 stay as they are, see `prequantized`. Everything but the experts stays as it is,
 or is quantized by bitsandbytes: `QuantizedExpertsConfig(rest=BitsAndBytesConfig(...))`, or a model that was loaded so.
-`save_pretrained` writes codes and scales as the model has them, codes by names of their own: `down_proj_codes`.
+`save_pretrained` writes codes and scales as the model has them, codes by names of their own: `down_proj_codes`; in the
+place of packed weights the weights, in a checkpoint that says nothing of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
-from trimtab.experts.quantized import FORMATS
+from trimtab.experts.quantized import FORMATS, encoded
 from trimtab.integrations.transformers import quantized as on_module
 from trimtab.integrations.transformers.experts import is_ours
 from trimtab.integrations.transformers.quantized import conversion
@@ -38,8 +39,8 @@ class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Routed experts in a format of `trimtab.experts.quantized`, as `quantization_config=` of `from_pretrained`.
 
     Args:
-        format: "nf4" or "int8" for weights that are read and encoded; a checkpoint whose codes were saved may say
-            another.
+        format: "nf4", "int8" or "packed" for weights that are read and encoded; a checkpoint whose codes were saved may
+            say another.
         modules_to_not_convert: experts modules, by the ends of their names, that keep their weights.
         rest: transformers' `BitsAndBytesConfig`, or what a file has of it, for linear layers.
         kwargs: as saved.
@@ -52,7 +53,7 @@ class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self, format: str = "nf4", modules_to_not_convert: list[str] | None = None, rest: Any = None, **kwargs: Any
     ) -> None:
         saved = "quant_method" in kwargs
-        known = [name for name, row in FORMATS.items() if row.quantize or saved]
+        known = list(FORMATS) if saved else encoded()
         if format not in known:
             raise ConfigError(f"experts can be quantized to {known}, not to {format!r}")
         self.quant_method = METHOD
@@ -110,7 +111,13 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
-        return conversion.NamedCodes.of(model), {}
+        if FORMATS[self.quantization_config.format].decode is None:
+            return conversion.NamedCodes.of(model), {}
+        for module in model.modules():
+            if hasattr(module, on_module.MARK):
+                setattr(module, on_module.AS_WEIGHTS, True)
+        gathers: Any = getattr(getattr(model.config, "distributed_config", None), "dp_size", 1) > 1
+        return {} if gathers else None, {}  # else transformers would ask for the state twice
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         self.rest._dequantize(model, dtype=dtype)
@@ -201,8 +208,8 @@ def check_rest(method: Any) -> None:
 
 
 def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer | None = None) -> None:
-    """Mark a model that has codes as one: its config says so, and `save_pretrained` writes them as they are. rest: the
-    quantizer of its linear layers."""
+    """Mark a model that has codes as one: its config says so, and `save_pretrained` writes them as they are; but packed
+    ones as the weights that they are. rest: the quantizer of its linear layers."""
     plain = [
         name
         for name, module in model.named_modules()
@@ -211,16 +218,19 @@ def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer
     config.modules_to_not_convert = [name.removeprefix(f"{model.base_model_prefix}.") for name in plain] or None
     quantizer = ExpertsQuantizer(config, rest, pre_quantized=True)
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
-    model.config.quantization_config = config
+    lossless = FORMATS[config.format].decode is not None
+    model.config.quantization_config = quantizer.rest.quantization_config if lossless else config
+    if lossless and isinstance(quantizer.rest, Nothing):
+        del model.config.quantization_config
     used: Any = getattr(model, "_weight_conversions", None)
     if used is None:
         used = get_model_conversion_mapping(model, add_legacy=False)
         used = [converter for converter in used if not isinstance(converter, PrefixChange)]
     model._weight_conversions = [
-        converter
+        conversion.unquantized(converter)
         for converter in used
         if not isinstance(converter, conversion.NamedCodes)
-        and not conversion.makes_quantized(converter, model)
+        and (lossless or not conversion.makes_quantized(converter, model))
         and not any(getattr(op, "hf_quantizer", None) is quantizer.rest for op in getattr(converter, "operations", ()))
     ]
 
@@ -230,10 +240,10 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
 
     Args:
         model: of transformers.
-        name: "nf4" or "int8".
+        name: "nf4", "int8" or "packed".
 
     Raises:
-        ConfigError: there is no encoder for the format, its blocks do not divide the experts' inputs, or the model has
+        ConfigError: there is no encoder for the format, its blocks do not divide the experts' weights, or the model has
             no experts modules of transformers, has codes already, is sharded by FSDP, has experts that another
             implementation runs, or linear layers that are quantized otherwise than by bitsandbytes.
     """
@@ -246,8 +256,9 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
     check_ours(found, name)
     if theirs is not None:
         check_rest(theirs.quantization_config.quant_method)
-    for module in found:
-        for weight, _ in list(on_module.weights_in(module)):
+    fitting = [on_module.check_fits(module, name) for module in found]
+    for module, weights in zip(found, fitting, strict=True):
+        for weight, *_ in weights:
             on_module.quantize_param(module, weight, name)
         module.register_forward_pre_hook(keep_others_out)
     if isinstance(model, PreTrainedModel):
