@@ -102,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     whole("--dtype", default="bf16", choices=tuple(step.BOUNDS))
     whole("--threads", type=_positive, default=2, metavar="N")
     whole("--tiny", action="store_true", help="a tiny model, to see that it runs")
+    whole("--muon", action="store_true", help="instead: trimtab's step with Muon beside its own with AdamW")
     few = _part(parts, "overhead", "host overhead at 4 tokens", _overhead, RESULTS / "overhead.md", malloc="default")
     for add in (layer, whole, few):
         add("--against", default="", metavar="SRC", help="race the trimtab of another checkout's src folder as well")
@@ -230,7 +231,8 @@ def _exchange(o: argparse.Namespace) -> list[Task]:
 
 
 def _step(o: argparse.Namespace) -> list[Task]:
-    return [step.step_task(dtype=o.dtype, threads=o.threads, against=o.against, **step.sizes(o.tiny))]
+    given: Any = {"dtype": o.dtype, "threads": o.threads, "against": o.against, "muon": o.muon}
+    return [step.step_task(**given, **step.sizes(o.tiny))]
 
 
 def _overhead(o: argparse.Namespace) -> list[Task]:

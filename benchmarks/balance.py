@@ -58,7 +58,7 @@ def train(way: str, steps: int = 200, seed: int = 0) -> tuple[list[float], list[
     source = " ".join(inspect.getsource(argparse).split())  # runs of blanks are one token repeated: nothing to balance
     text = torch.frombuffer(bytearray(source.encode()), dtype=torch.uint8).long()
     model = Bytes(RouterConfig(num_experts=EXPERTS, top_k=TOP_K, score="sigmoid", normalize=True, **WAYS[way]))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     losses, unevenness = [], []
     for _ in range(steps):
         place = torch.randint(0, text.numel() - CONTEXT, (TOKENS, 1)) + torch.arange(CONTEXT + 1)

@@ -50,9 +50,11 @@ TINY = MODEL | {
 
 
 def step_task(
-    *, batch: int = 4, length: int = 512, dtype: str = "bf16", threads: int = 2, against: str = "", tiny: bool = False
-) -> Task:
-    """against: the `src` folder of another checkout of trimtab, which races as "trimtab before"."""
+    *, batch: int = 4, length: int = 512, dtype: str = "bf16", threads: int = 2, against: str = "", tiny: bool = False,
+    muon: bool = False,
+) -> Task:  # fmt: skip
+    """against: the `src` folder of another checkout of trimtab, which races as "trimtab before". muon: trimtab races
+    against itself, with Muon in the place of AdamW."""
     args = {"batch": batch, "length": length, "dtype": dtype, "model": TINY if tiny else MODEL}
 
     def made(name: str, role: Any, experts: str, source: str = "") -> Contestant:
@@ -62,6 +64,10 @@ def step_task(
         )
 
     contestants = [made("transformers, grouped_mm", "peer", "grouped_mm"), made("trimtab", "ours", "trimtab")]
+    if muon:
+        contestants = [made("trimtab, AdamW", "peer", "trimtab")]
+        args = args | {"muon": True}
+        contestants.append(made("trimtab, Muon", "ours", "trimtab"))
     if against:
         contestants.append(made("trimtab before", "ours", "trimtab", against))
     return Task(
@@ -79,7 +85,7 @@ def sizes(tiny: bool) -> dict[str, Any]:
 
 
 def build(args: dict[str, Any], where: Where) -> Subject:
-    """args: model, experts, batch, length, dtype."""
+    """args: model, experts, batch, length, dtype, and muon."""
     return stepped(made(args), args)
 
 
@@ -102,7 +108,13 @@ def stepped(model: Any, args: dict[str, Any]) -> Subject:
     """Training steps of what the model trains."""
     model.train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-4, fused=True)  # the default form is many times slower
+    optimizer: torch.optim.Optimizer
+    if args.get("muon"):
+        from trimtab.optim import Muon
+
+        optimizer = Muon(model, lr=1e-4)
+    else:
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-4, fused=True)  # the default is many times slower
     torch.manual_seed(1)
     ids_BL = torch.randint(args["model"]["vocab_size"], (args["batch"], args["length"]))
 

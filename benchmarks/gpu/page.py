@@ -79,6 +79,11 @@ def page(out: Path) -> str:
             ("launch", "tiles", "ships", "ms", "TFLOP/s"),
             [(r["launch"], r["tiles"], "yes" if r["ships"] else "", *_rate(r)) for r in tiles],
         ))  # fmt: skip
+    if plans := found.get("plan", {}).get("rows"):
+        parts.append("## Plans of a step's memory, GiB")
+        parts.append(as_markdown(
+            ("case", "planned", "allocated", "off", "reserved", "outside of the allocator"), list(map(_plan, plans))
+        ))  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
@@ -95,6 +100,14 @@ def _profile(name: str, one: dict[str, Any]) -> Sequence[str]:
         return (name, one["failed"], "", "", "")
     longest = "; ".join(f"`{kernel[:48]}` ({count}, {ms:.3f})" for kernel, count, ms in one["kernels"][:5])
     return (name, str(one["launches"]), str(one["waits"]), f"{one['ms']:.3f}", longest)
+
+
+def _plan(row: dict[str, Any]) -> Sequence[str]:
+    planned = f"{row['plan'] / 2**30:.2f}"
+    if "allocated" not in row:
+        return (row["case"], planned, "not counted on the CPU", "", "", "")
+    sizes = [f"{row[name] / 2**30:.2f}" for name in ("allocated", "reserved", "outside")]
+    return (row["case"], planned, sizes[0], f"{row['plan'] / row['allocated'] - 1:+.1%}", *sizes[1:])
 
 
 def _rate(row: dict[str, Any]) -> tuple[str, str]:

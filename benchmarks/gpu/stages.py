@@ -40,6 +40,8 @@ STAGES = (
           limit=60, measure="benchmarks.gpu.profile:measure"),
     Stage(name="layers", about="forward, forward+backward, peak memory of a layer, in turns; wrong numbers do not race",
           limit=150, measure="benchmarks.gpu.layers:measure"),
+    Stage(name="plan", about="peak memory of steps of a small model, planned, and as the allocator counts it",
+          limit=50, measure="benchmarks.gpu.plan:measure"),
     Stage(name="tiles", about="each of Triton's GEMM launches alone, in other tiles than those that ship",
           limit=90, measure="benchmarks.gpu.tiles:measure"),
     Stage(name="memcheck", about="a slice of the tests under compute-sanitizer", limit=240, tests=_tests("triton"),

@@ -67,6 +67,7 @@ def test_the_whole_run_on_a_bare_machine_in_a_copy_of_the_tree(bare: Path, tmp_p
     assert "Revision unknown (a copy of the tree)" in page
     assert "Not decided: a rehearsal on the CPU." in page
     assert "transformers grouped_mm | ModuleNotFoundError" in page
+    assert "not counted on the CPU" in page
     rows = json.loads((out / "4_layers.json").read_text())["rows"]
     assert {row["name"] for row in rows if "ms" in row} == {"trimtab torch", "trimtab grouped_mm"}
 

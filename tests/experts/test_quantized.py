@@ -17,6 +17,7 @@ from helpers.pairs import Pair, Subject
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS, decoded, quantized, scales_of
+from trimtab.kernels.compiled import CODES
 
 
 def drawn(name: str, shape: tuple[int, int, int], g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -200,7 +201,7 @@ def test_a_module_of_codes_saves_loads_and_trains_what_is_left(name: str) -> Non
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["nf4", "int8", "fp8", "mxfp4"])
+@pytest.mark.parametrize("name", list(CODES))
 def test_cpp_has_the_bits_of_decoded_weights(name: str, threads: int) -> None:
     """That of experts whose weights are what the codes stand for, whichever rows share a product."""
     for dtype in (torch.float32, torch.bfloat16):

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from helpers.comparing import full_value
 from trimtab.checkpoint import load, save
 from trimtab.moe import MoEConfig
-from trimtab.optim import Layout, Muon
+from trimtab.optim import KELLER, Layout, Muon
 from trimtab.parallel.ddp import ddp
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 from trimtab.parallel.fsdp import fully_shard_moe
@@ -35,6 +35,8 @@ from trimtab.routing.config import RouterConfig
 D, F = 128, 32
 """So that shares of vectors are whole vectors of the processor: torch's fused AdamW rounds the rest otherwise."""
 Kept = dict[str, Tensor]
+Matrices = list[Tensor]
+"""Of each matrix where its entries are in the parameter as one row, [rows, columns], outputs by inputs."""
 OPTIONS: dict[str, Any] = {
     "lr": 0.05,
     "layouts": {"*.qkv.weight": Layout((192, 32, 32))},  # parts of other scales
@@ -145,7 +147,7 @@ class Run:
         draw = torch.Generator().manual_seed(number)
         for name, p in self.model.named_parameters():
             grad = torch.randn(self.shapes[name], generator=draw).to(p.dtype)
-            p.grad = _like(grad, p)
+            p.grad = placed_as(p, grad)
         with CommDebugMode() as told:
             self.optimizer.step()
         self.collectives = told.get_total_counts()
@@ -167,7 +169,7 @@ def _bits(t: Tensor) -> Tensor:
     return t.view(torch.int16) if t.dtype == torch.bfloat16 else t
 
 
-def _like(whole: Tensor, p: Tensor) -> Tensor:
+def placed_as(p: Tensor, whole: Tensor) -> Tensor:
     if not isinstance(p, DTensor):
         return whole
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
@@ -226,3 +228,52 @@ def check_dealt(name: str) -> None:
     """A layout has the bits of one process."""
     wrong, _ = under_layouts((name,), torch.float32, {})[name]
     assert not wrong, wrong
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """By hand, of one matrix, in float64."""
+    x = x.double() / x.double().norm()
+    for a, b, c in KELLER:
+        g = x @ x.T
+        x = a * x + (b * g + c * g @ g) @ x
+    return x
+
+
+def worst_error(
+    model: Any, truth: dict[str, Matrices], scale: str = "match_rms_adamw", steps: int = 2, **options: Any
+) -> float:
+    """Of steps' updates against the truth, relative, of the worst matrix. What is not in the truth is AdamW's. Of
+    a model that is laid out over ranks by rank 0; the others say 0."""
+    optimizer = Muon(model, lr=1.0, weight_decay=0.0, adjust_lr_fn=scale, **options)  # type: ignore[arg-type]
+    params = dict(model.named_parameters())
+    muons = {id(p) for group in optimizer.param_groups if group["rule"] == "muon" for p in group["params"]}
+    assert {name for name, p in params.items() if id(p) in muons} == set(truth)
+    draw, worst, momentum = torch.Generator().manual_seed(1), 0.0, dict.fromkeys(truth, torch.zeros(()))
+    for _ in range(steps):
+        before = {name: full_value(params[name].detach()).clone() for name in truth}
+        grads = {name: torch.randn(param.shape, generator=draw, dtype=torch.float64) for name, param in params.items()}
+        for name, param in params.items():
+            param.grad = placed_as(param, grads[name].to(param.dtype))
+        optimizer.step()
+        for name, matrices in truth.items():
+            grad = grads[name].to(params[name].dtype).double()
+            momentum[name] = momentum[name] * 0.95 + 0.05 * grad
+            update = (0.05 * grad + 0.95 * momentum[name]).flatten()
+            moved = (before[name].double() - full_value(params[name].detach()).double()).flatten()
+            assert sorted(torch.cat([w.flatten() for w in matrices]).tolist()) == list(range(moved.numel())), name
+            for where in matrices if not dist.is_initialized() or dist.get_rank() == 0 else ():
+                rows, columns = where.shape
+                factor = (
+                    0.2 * max(rows, columns) ** 0.5 if scale == "match_rms_adamw" else max(1, rows / columns) ** 0.5
+                )
+                right = factor * newton_schulz(update[where])
+                worst = max(worst, float((moved[where] - right).norm() / right.norm()))
+    return worst
+
+
+def small(model: Any, dtype: torch.dtype) -> Any:
+    """All parameters in the dtype, and so small that no rounding of theirs hides an update."""
+    with torch.no_grad():
+        for param in model.to(dtype).parameters():
+            param.mul_(1e-3)
+    return model

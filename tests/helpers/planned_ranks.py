@@ -18,10 +18,11 @@ from trimtab.dispatch import facts
 from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.planned import NAME, Moved, planned
 from trimtab.dispatch.transport import Handshake
+from trimtab.optim import Muon
 from trimtab.plan.device import DEVICES
 from trimtab.plan.stages import Step, measure
 from trimtab.plan.without_values import World
-from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.config import MUON, Mesh, TrainConfig
 from trimtab.train.loading import build_model, finished, load_model
 from trimtab.train.objective import Objective
 
@@ -31,7 +32,7 @@ Recorded = list[tuple[Moved, Moved]]
 
 
 def step_of(model: Any, config: TrainConfig, rank: int) -> Step:
-    """Forward and backward of the run's objective, clipping, fused AdamW; ids that differ by rank."""
+    """Forward and backward of the run's objective, clipping, fused AdamW or Muon; ids that differ by rank."""
     objective, shape = Objective(model, config.grad_accum), (config.batch_size, config.seq_len or 0)
     trained = [p for p in model.parameters() if p.requires_grad]
 
@@ -45,6 +46,8 @@ def step_of(model: Any, config: TrainConfig, rank: int) -> Step:
             )
 
     def optimizer() -> torch.optim.Optimizer:
+        if config.optim == MUON:
+            return Muon(model)
         return torch.optim.AdamW(trained, foreach=False, fused=config.tp is None)
 
     return Step(loss=loss, optimizer=optimizer, clip=lambda: None, grad_accum=config.grad_accum)

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from helpers.optim_ranks import LAYOUTS, Run, resumed, under_layouts
+from helpers.optim_ranks import LAYOUTS, Run, differing, resumed, under_layouts
+from helpers.optim_ranks import stepped as stepped_alone
 from helpers.ranks import run_ranks
 from trimtab.errors import ConfigError, InputError
 from trimtab.optim import Muon
@@ -101,6 +102,21 @@ def summed() -> list[bool]:
 
 def test_partial_gradients_are_summed() -> None:
     assert run_ranks(summed, 2) == [[True, True]] * 2
+
+
+def all_adamw() -> list[str]:
+    """What differs from one process where plain parameters and DTensors are in one group."""
+    options: dict[str, Any] = {"layouts": {"*": None}}
+    run = Run(LAYOUTS[2]["ep 2"], torch.float32, **options)
+    for number in (1, 2, 3):
+        run.step(number)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        torch.optim.AdamW(run.model.parameters(), fused=True).step()
+    return differing(run.whole(), stepped_alone(torch.float32, **options))
+
+
+def test_fused_adamw_takes_plain_parameters_and_dtensors() -> None:
+    assert run_ranks(all_adamw, 2) == [[], []]
 
 
 def test_what_is_not_known_is_refused_by_name() -> None:

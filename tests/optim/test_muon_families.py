@@ -14,21 +14,10 @@ import transformers
 from torch import Tensor, nn
 
 from helpers.families import build_model, experts_modules, family_names
+from helpers.optim_ranks import Matrices, small, worst_error
 from trimtab.integrations.transformers.routers.find import find_routers
-from trimtab.optim import KELLER, Muon, gram
+from trimtab.optim import gram
 from trimtab.optim.matrices import find_matrices
-
-Matrices = list[Tensor]
-"""Of each matrix where its entries are in the parameter as one row, [rows, columns], outputs by inputs."""
-
-
-def newton_schulz(x: Tensor) -> Tensor:
-    """By hand, of one matrix."""
-    x = x.double() / x.double().norm()
-    for a, b, c in KELLER:
-        g = x @ x.T
-        x = a * x + (b * g + c * g @ g) @ x
-    return x
 
 
 def outputs_first(module: Any, param: nn.Parameter, *, inputs: bool) -> bool:
@@ -143,42 +132,6 @@ def truth_of(model: Any) -> dict[str, Matrices]:
             owner = model.get_submodule(path.rpartition(".")[0])
             found[f"{path}.weight"] = [where[rows] for rows in rows_of_dense(path, owner, module)]
     return found
-
-
-def worst_error(model: Any, truth: dict[str, Matrices], scale: str, **options: Any) -> float:
-    """Of two steps' updates against the truth, relative, of the worst matrix. What is not in the truth is AdamW's."""
-    optimizer = Muon(model, lr=1.0, weight_decay=0.0, adjust_lr_fn=scale, **options)  # type: ignore[arg-type]
-    params = dict(model.named_parameters())
-    muons = {id(p) for group in optimizer.param_groups if group["rule"] == "muon" for p in group["params"]}
-    assert {name for name, p in params.items() if id(p) in muons} == set(truth)
-    draw, worst, momentum = torch.Generator().manual_seed(1), 0.0, dict.fromkeys(truth, torch.zeros(()))
-    for _ in range(2):
-        before = {name: params[name].detach().clone() for name in truth}
-        for param in params.values():
-            param.grad = torch.randn(param.shape, generator=draw, dtype=torch.float64).to(param.dtype)
-        optimizer.step()
-        for name, matrices in truth.items():
-            grad: Any = params[name].grad
-            momentum[name] = momentum[name] * 0.95 + 0.05 * grad.double()
-            update = (0.05 * grad.double() + 0.95 * momentum[name]).flatten()
-            moved = (before[name].double() - params[name].detach().double()).flatten()
-            assert sorted(torch.cat([w.flatten() for w in matrices]).tolist()) == list(range(moved.numel())), name
-            for where in matrices:
-                rows, columns = where.shape
-                factor = (
-                    0.2 * max(rows, columns) ** 0.5 if scale == "match_rms_adamw" else max(1, rows / columns) ** 0.5
-                )
-                right = factor * newton_schulz(update[where])
-                worst = max(worst, float((moved[where] - right).norm() / right.norm()))
-    return worst
-
-
-def small(model: Any, dtype: torch.dtype) -> Any:
-    """All parameters in the dtype, and so small that no rounding of theirs hides an update."""
-    with torch.no_grad():
-        for param in model.to(dtype).parameters():
-            param.mul_(1e-3)
-    return model
 
 
 @pytest.mark.parametrize("name", family_names())

@@ -111,7 +111,8 @@ class Peer:
 def peers() -> Iterator[Peer]:
     """All of them, in the order of the page."""
     topologies = ("1r-local", "2r-fsdp-local", "2r-ddp-local", "2r-ep2", "2r-ep2-fsdp", "2r-ep2-tp2-replicated",
-                  "4r-ep4", "4r-ep2", "4r-ep2-fsdp")  # fmt: skip
+                  "4r-ep4", "4r-ep2", "4r-ep2-fsdp", "2r-fsdp-local-adamw", "2r-ep2-adamw", "4r-ep2-fsdp-adamw",
+                  "2r-ep2-muon", "4r-ep2-fsdp-muon")  # fmt: skip
     block = "Qwen3MoeSparseMoeBlock, laid out by the functions that `from_pretrained` calls"
     for name, experts, part in (("transformers", "grouped_mm", "Impl"), ("transformers-eager", "eager", "Eager")):
         yield Peer(

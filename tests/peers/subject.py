@@ -33,6 +33,8 @@ class Impl:
     refusal: type[Exception] = Exception
     layers: Callable[..., Subject]
     grouped_mm = False
+    stepped = False
+    """By torch's AdamW and by our Muon: its layers say what parameters are then."""
 
     def lacking(self, t: Topology, pattern: Pattern) -> dict[str, bool]:
         """Reasons of the peer's own, and which hold."""
@@ -47,7 +49,7 @@ class Impl:
             "it copies no experts for one call": t.replicas != "none",
             "it is not asked to run layers again": t.rerun != "none",
             "it has no loss per document of a pack": t.packed != "none",
-            "it is not asked for a step of an optimizer": t.optimizer != "none",
+            "it is not asked for a step of an optimizer": t.optimizer != "none" and not self.stepped,
             "its experts are not asked to be codes": t.codes != "none",
             "it is not asked where gradients of weights go": (t.sink, t.later) != ("none", "none"),
             "it does not split experts over etp as well as over ep": t.etp > 1,
@@ -95,7 +97,7 @@ class Layers:
         self.replayed_NK = None if share.ids_BlK is None else share.ids_BlK.flatten(0, 1)
         y = self.model(x)
         self.backward(y, share.dy_BlD)
-        return Outcome(y=y, dx=x.grad, grads=self.gradients())
+        return Outcome(y=y, dx=x.grad, grads=self.gradients(), updated=self.updated())
 
     def backward(self, y: Tensor, dy: Tensor) -> None:
         y.backward(dy)
@@ -103,6 +105,10 @@ class Layers:
     def gradients(self) -> dict[str, Tensor | None]:
         """Whole ones by name. Collective."""
         raise NotImplementedError
+
+    def updated(self) -> dict[str, Tensor]:
+        """See `Outcome`. Collective."""
+        return {}
 
     def of_all_experts(self, grad_eXX: Tensor | None) -> Tensor | None:
         """This rank's own gradient, made the mean gradient of all experts."""

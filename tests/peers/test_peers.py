@@ -47,6 +47,13 @@ def test_transformers_holds_the_truth_on_two_ranks() -> None:
     assert all(error > 0 for error in verdicts["2r-ep2/random/float32"].errors.values())  # another code's rounding
 
 
+def test_optimizers_over_transformers_layers_hold_the_truth() -> None:
+    names = [f"{t}/random/float32" for t in ("2r-fsdp-local-adamw", "2r-ep2-adamw", "2r-ep2-muon", "2r-ep2-fsdp-muon")]
+    for verdict in run_local(list(map(case, names)), "peers.transformers_impl:Impl", deadline=60):
+        assert (verdict.status, verdict.details) == ("ok", []), verdict.case.name
+        assert verdict.errors.keys() > {"new router", "new up", "new down"}
+
+
 def test_a_loop_takes_any_width_and_crashes_without_tokens() -> None:
     """The latter is known, and seen outside of the ledger too."""
     eager, failure = peer_named("transformers-eager"), failure_named("transformers-eager-no-tokens")

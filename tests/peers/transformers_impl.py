@@ -25,6 +25,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from peers import subject
 from trimtab.verify.implementation import Place, gradients_of
+from trimtab.verify.trimtab_impl import updated
 from trimtab.verify.truth import LayerWeights, Sizes
 
 SHORT = {"gate.weight": "router", "experts.gate_up_proj": "up", "experts.down_proj": "down"}
@@ -92,13 +93,16 @@ class Layers(subject.Layers):
     def gradients(self) -> dict[str, Tensor | None]:
         return gradients_of(self.stack.named_parameters(), self.place, SHORT)
 
+    def updated(self) -> dict[str, Tensor]:
+        return updated(self.stack, list(self.stack.named_parameters()), self.place.topology.optimizer, SHORT)
+
 
 class Impl(subject.Impl):
     """What `DistributedConfig(ep_size=..., ep_implementation="all_to_all")` lays out, without the model around it."""
 
     name = "transformers"
     experts = "grouped_mm"
-    grouped_mm = True
+    grouped_mm = stepped = True
     layers = Layers
 
     def lacking(self, t, pattern) -> dict[str, bool]:

@@ -50,7 +50,7 @@ def layout_of(parts: dict[str, float], *, room: float, **options: Any) -> Layout
     points = {"backward of the head": Points([""], held)}
     stages = Stages(points, flops=10**12, moved={"alltoall_base_ of 8": 8 * 10**9})  # type: ignore[arg-type]
     device = replace(DEVICES["cpu"], bytes=room * 1e9)
-    return Layout(config=config, mesh=mesh, device=device, skew="even", stages=stages)
+    return Layout(config=config, mesh=mesh, device=device, skew="even", experts=16, stages=stages)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,11 @@ def layout_of(parts: dict[str, float], *, room: float, **options: Any) -> Layout
         ({"weights": 5, "activations": 9}, {}, "activations 9 in the backward of the head; --gradient-checkpointing"),
         ({"weights": 5, "activations": 4, "exchange": 4}, {}, "activations 4 in the backward of the head; --gradient-"),
         ({"weights": 5, "gathered": 8}, {"ep": 1, "gradient_checkpointing": True}, "gathered 8 in the .*; --ep 2"),
+        (
+            {"weights": 5, "gathered": 8},
+            {"tp": 2, "ep": 2, "gradient_checkpointing": True},
+            "gathered 8 in the .*; --ep 4",
+        ),
         ({"weights": 5, "exchange": 8}, {"gradient_checkpointing": True}, "exchange 8 in .*; --replicate-experts 0.1"),
         ({"weights": 5, "other": 8}, {"gradient_checkpointing": True}, "other 8 in .*; --batch-size 1"),
         ({"weights": 5, "other": 8}, {"batch_size": 1, "gradient_checkpointing": True}, "; a shorter --seq-len"),
@@ -88,13 +93,13 @@ def test_the_time_is_a_bound() -> None:
     ("options", "said"),
     [
         ({"replicate_experts": "0.1", "ep": 1}, "--replicate-experts 0.1: every rank has all experts (ep 1)"),
+        ({"tp": 3}, "--tp 3 does not divide Qwen3MoeForCausalLM's 4 heads (num_attention_heads)"),
         ({"kernels": "cpu"}, "--kernels cpu: they run on cpu devices only, not on cuda"),
-        ({"optim": "muon"}, "--optim muon: over ranks it reads values of tensors"),
     ],
 )
 def test_a_layout_that_the_run_refuses_is_refused_in_its_words(options: dict[str, Any], said: str) -> None:
     config = tiny(**options)
-    mesh = Mesh.of(config, world=2, num_experts=16)
+    mesh = Mesh.of(config, world=6, num_experts=16)
     layout = plan_layout(config, mesh, DEVICES["cuda"], skeleton=inspect(config.model))
     assert layout.words.startswith(f"refused: {said}")
     assert layout.left < 0

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ep 2 x fsdp 4, mixed": ("qwen3", 4, {"ep": 2, "fsdp": 4, "dtype": "bfloat16"}),
     "ep 4": ("deepseek", 4, {"ep": 4}),
     "ep 2, replicas": ("qwen3", 2, {"ep": 2, "replicate_experts": "0.0", "copy_cost": 1}),
+    "ep 2, muon": ("qwen3", 2, {"ep": 2, "optim": "muon"}),
     "ep 2, adapters": ("qwen3", 2, {"ep": 2, "lora": 8}),
     "ep 2, adapters over codes": ("qwen3", 2, {"ep": 2, "lora": 8, "quantize": "nf4"}),
 }

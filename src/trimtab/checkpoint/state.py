@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from trimtab.experts.module import ExpertMLP
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _MARKS = ("_apply_gate", "has_gate", "num_experts")
-_HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
-"""Keys of a group that say how it is computed, not what: those of the optimizer at hand stay."""
+HOW = frozenset({"params", "param_names", "rule", "foreach", "fused", "capturable", "differentiable"})
+"""Keys of a group that say how it is computed, not what: those of the optimizer at hand stay. rule: of our Muon."""
 
 Groups = list[dict[str, Any]]
 
@@ -88,7 +88,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
                     values.setdefault(names[param], {})[slot] = value
                 elif value is not None:
                     raise ConfigError(f"the optimizer's {slot} of {names[param]} is a {type(value).__name__}")
-        options = {key: _to_json(value) for key, value in group.items() if key not in _HOW}
+        options = {key: _to_json(value) for key, value in group.items() if key not in HOW}
         kept = {key: value for key, value in options.items() if value is not _UNKNOWN}
         params = [names[p] for p in group["params"]]
         groups.append({"kind": _kind(optimizer), "params": params, "options": kept, "values": values})
@@ -107,12 +107,7 @@ def optimizer_targets(
     """
     names, kind = _names(model, optimizer), _kind(optimizer)
     options = {name: group["options"] for group in groups for name in group["params"]}
-    saved, here = set(options), {names[p] for group in optimizer.param_groups for p in group["params"]}
-    if saved != here:
-        raise ConfigError(
-            f"the optimizer has other parameters: {some(saved - here)} only in the checkpoint, {some(here - saved)} "
-            "only here"
-        )
+    check_groups([[names[p] for p in group["params"]] for group in optimizer.param_groups], options)
     if kinds := {group["kind"] for group in groups} - {kind}:
         raise ConfigError(
             f"the checkpoint has the state of {', '.join(sorted(kinds))}, and the optimizer here is {kind}: make one "
@@ -126,14 +121,8 @@ def optimizer_targets(
     tensors: dict[str, Tensor] = {}
     slots = {name: dict(values) for group in groups for name, values in group["values"].items()}
     for group in optimizer.param_groups:
-        first = names[group["params"][0]] if group["params"] else ""
         for param in group["params"]:
             name = names[param]
-            if options[name] != options[first]:
-                raise ConfigError(
-                    f"one group of the optimizer holds {first} and {name}, which had other options in the checkpoint: "
-                    f"{options[first]} and {options[name]}"
-                )
             for slot, metadata in kept.get(name, {}).items():
                 held = optimizer.state.get(param, {}).get(slot)
                 tensor = _target(f"{name}.{slot}", param, held, metadata, group)
@@ -152,6 +141,23 @@ def optimizer_targets(
             optimizer.state.update({param: slots[names[param]] for param in group["params"] if names[param] in slots})
 
     return tensors, put
+
+
+def check_groups(here: Sequence[Sequence[str]], options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ConfigError where groups of names are not of the parameters that have `options` in a checkpoint, or one
+    group's had different ones."""
+    saved, own = set(options), {name for names in here for name in names}
+    if saved != own:
+        raise ConfigError(
+            f"the optimizer has other parameters: {some(saved - own)} only in the checkpoint, {some(own - saved)} "
+            "only here"
+        )
+    for first, name in ((names[0], name) for names in here for name in names):
+        if options[name] != options[first]:
+            raise ConfigError(
+                f"one group of the optimizer holds {first} and {name}, which had other options in the checkpoint: "
+                f"{options[first]} and {options[name]}"
+            )
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:

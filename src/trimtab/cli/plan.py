@@ -48,8 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--skew", default="even", metavar="NAME|FILE", help=skews)
     add("--device", default="cuda", choices=("cuda", "cpu"), help="what the ranks have (default cuda)")
     add("--layouts", type=int, default=12, metavar="N", help="try so many layouts of those that divide (default 12)")
-    flops = "of a rank at the most (default 989, an H100's in bf16)"
-    add("--tflops", type=float, default=989.0, metavar="X", help=flops)
+    add("--tflops", type=float, default=989.0, metavar="X", help="of a rank at most (default 989, an H100's in bf16)")
     add("--link", type=float, default=450.0, metavar="X", help="GB/s that leave it at the most (default 450)")
     add("--out", default="runs/plan", metavar="DIR", help="for plan.json and plan.png (default runs/plan)")
     add_fields(parser, FIELDS)
@@ -70,13 +69,11 @@ def run(options: argparse.Namespace) -> int:
     from trimtab.train.models import inspect, num_experts
 
     check_names(config)
-    whole = None if options.gb is None else options.gb * 1e9
     rates = {"flops": options.tflops * 1e12, "link": options.link * 1e9}
-    device = replace(DEVICES[options.device], bytes=whole, **rates)
+    device = replace(DEVICES[options.device], bytes=options.gb and options.gb * 1e9, **rates)
     if device.room <= 0:
         raise ConfigError(f"--gb {options.gb:g}: no more than what --device {device.kind} takes beside tensors")
-    with quiet(options.debug):
-        skeleton = inspect(config.model, config.attn)
+    skeleton = quiet(options.debug)(inspect)(config.model, config.attn)
     every = list(meshes(config, options.ranks, experts := num_experts(skeleton)))
     if not every:
         raise ConfigError(f"--ranks {options.ranks}: no layout divides them with {experts} experts and these options")
@@ -84,9 +81,9 @@ def run(options: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     progress = Progress(min(len(every), options.layouts) + len(skews) - 1, unit="layout")
 
+    @quiet(options.debug)
     def planned(config: TrainConfig, mesh: Mesh, skew: str) -> Layout:
-        with quiet(options.debug):
-            row = plan_layout(config, mesh, device, skew, skeleton=skeleton)
+        row = plan_layout(config, mesh, device, skew, skeleton=skeleton)
         progress.step()
         return row
 
@@ -98,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     progress.close()
     print(*table(rows, device), sep="\n")
     if skewed:
-        fits = [f"{row.skew} {row.peak[1] / 1e9:.2f}{'' if row.left >= 0 else ' (does not fit)'}" for row in skewed]
+        fits = [f"{row.skew} {row.peak[1] / 1e9:.3g}{'' if row.left >= 0 else ' (does not fit)'}" for row in skewed]
         print(f"skew    the first layout, in GB: {', '.join(fits)}")
     if more := len(every) - len(rows):
         fix = "fix --ep, --tp, --replicate"

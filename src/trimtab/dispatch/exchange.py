@@ -111,7 +111,7 @@ def count_message(rows_P: Tensor, call: CallId, values: Mapping[int, Tensor | in
 
     values: by column; an int, or int64 [P] or [], or [P, e] for SIZES.
     """
-    same = [0] * wire.WEIGHTS + facts.columns() + call.columns("count", "forward")
+    same = [-1] + [0] * (wire.WEIGHTS - 1) + facts.columns() + call.columns("count", "forward")  # ROWS: not known
     tensors = {wire.ROWS: rows_P}
     for column, value in values.items():
         if isinstance(value, Tensor):

@@ -71,7 +71,10 @@ class Planned(AllToAll):
         known: list[list[int]] = message_PC.known  # type: ignore[attr-defined]
         sent, received = ([list(row) for row in known] for _ in range(2))
         first = known[0]
-        if first[facts.MOVEMENT] == _COUNT:
+        if first[facts.MOVEMENT] != _COUNT:  # each peer expects what this rank sends, and sends what it expects
+            for row in received:
+                row[facts.ROWS], row[facts.SLOTS] = row[facts.SLOTS], row[facts.ROWS]
+        elif first[facts.ROWS] < 0:  # else, over etp, each peer sends as many to every rank as this one
             for rows, moved in zip((sent, received), self._counts(first), strict=True):
                 columns = (facts.ROWS, facts.SLOTS, facts.REPLICAS, facts.REPLICA_SLOTS)
                 for column, values in zip(columns, moved, strict=True):
@@ -80,9 +83,6 @@ class Planned(AllToAll):
                 for row in rows:  # an expert's slots, where they are asked for: all alike
                     places = len(row) - facts.COLUMNS
                     row[facts.COLUMNS :] = [(row[facts.SLOTS] + place) // places for place in range(places)]
-        else:  # each peer expects what this rank sends, and sends what it expects
-            for row in received:
-                row[facts.ROWS], row[facts.SLOTS] = row[facts.SLOTS], row[facts.ROWS]
         return Handshake(sent=sent, received=received, everyone=[])
 
     def _counts(self, known: list[int]) -> tuple[Moved, Moved]:

@@ -28,18 +28,21 @@ Fields = dict[str, Any]
 ADAPTED = 32
 """Where there are adapters, D and F are multiples of it: their columns lie behind the others (cpu/bring.h)."""
 NAMES = ("up", "down")
+IN_TURN = {"packed_pairs": "packed", "packed": "in no order that C++ reads"}
+"""Of an up whose gate is in turn with it, what C++ knows its format as: it wants the gates' panels before the ups'."""
 
 
 def covers(p: Pass) -> bool:
     """Whether the C++ kernels compute this call."""
     up, down = p.up, p.down
-    adapted = up.lora is not None or down.lora is not None
-    if not isinstance(p.kernels, CompiledKernels) or _known(p.word) is None or p.x.dtype not in TYPES:
+    adapted, known = up.lora is not None or down.lora is not None, _known(p.word)
+    if not isinstance(p.kernels, CompiledKernels) or known is None or p.x.dtype not in TYPES:
         return False
-    if up.format != down.format or up.format not in ("", *CODES) or len(up.biases) != len(down.biases):
+    form = IN_TURN.get(up.format, up.format) if known.get("interleaved") else up.format
+    if form != down.format or form not in ("", *CODES) or len(up.biases) != len(down.biases):
         return False
     dtype = up.values[0].dtype
-    if up.format == "packed" and not dtype is down.values[0].dtype is p.x.dtype:
+    if form == "packed" and not dtype is down.values[0].dtype is p.x.dtype:
         return False
     for weight in (up, down):
         if weight.values[0].ndim < 3:
@@ -159,7 +162,7 @@ def _weights(p: Pass, x: Tensor) -> Fields:
     up, down = p.up.values[0], p.down.values[0]
     if p.up.format:
         fields: Fields = {
-            "type_weights": CODES[p.up.format], "up_scales": p.up.scales, "down_scales": p.down.scales
+            "type_weights": CODES[p.down.format], "up_scales": p.up.scales, "down_scales": p.down.scales
         }  # fmt: skip
     else:
         if up.dtype is not x.dtype and (up.dtype, x.dtype) != (torch.float32, torch.bfloat16):  # beside those it rounds

@@ -6,15 +6,12 @@ import re
 from collections import Counter
 from typing import Any
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
 def described(optimizer: Any) -> str:
     """Lines on a `Muon` for people. Parameters whose names differ in numbers alone are one line."""
-    lines, sizes, values = [f"{type(optimizer).__name__} ("], Counter[tuple[int, int]](), 0
+    lines, flops, values = [f"{type(optimizer).__name__} ("], 0, 0
     for group in optimizer.param_groups:
         muons = group["rule"] == "muon"
         said = ", ".join(f"{name} {float(group[name]):g}" for name in ("lr", "weight_decay", "momentum")[: 2 + muons])
@@ -27,15 +24,11 @@ def described(optimizer: Any) -> str:
             alike[f"{_NUMBERS.sub('*', name)}: {size} ({what})"] += 1
             values += param.numel() * muons
             for count, *shape in parts:
-                sizes[tuple(shape)] += count
+                m, n = sorted(shape)
+                flops += count * len(optimizer.coefficients) * (4 * m * m * n + 2 * m**3)
         lines += [f"    {f'{count} x ' * (count > 1)}{line}" for line, count in alike.items()]
-    flops = 0
-    for shape, count in sizes.items():
-        with FlopCounterMode(display=False) as counter:
-            optimizer.newton_schulz(torch.empty(1, *shape, device="meta"), optimizer.coefficients, optimizer.ns_dtype)
-        flops += count * counter.get_total_flops()
     rows = flops / (6 * max(1, values))
     return "\n".join([
-        *lines, f"  Newton-Schulz: {flops:.3g} FLOPs a step, what forward and backward of these weights are for",
-        f"  {rows:,.0f} rows each (rows of an expert: tokens a step x experts per token / experts)", ")",
+        *lines, f"  Newton-Schulz, plain: {flops:.3g} FLOPs a step, what forward and backward of these weights",
+        f"  are for {rows:,.0f} rows each (rows of an expert: tokens a step x experts per token / experts)", ")",
     ])  # fmt: skip

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trimtab.errors import ConfigError, InputError
+from trimtab.kernels.tensor_checks import in_clean_thread, no_values
 from trimtab.optim.layout import Layout
 from trimtab.parallel.meshes import check_meshes, local_part
 
@@ -66,9 +67,12 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
 
     Raises:
         ConfigError: placements that are not known, or shares that lie apart and are not equal, or are shared out once
-            more: FSDP2 on the dim of a packed projection under TP, where a DTensor says another order than it has.
+            more: FSDP2 on the dim of a packed projection under TP, where a DTensor says another order than it has. Or
+            a plain tensor that spmd_types says is a share.
     """
     if not isinstance(param, DTensor):
+        if not {*map(str, getattr(param, "_local_type", {}).values())} <= {"R", "I"}:
+            raise ConfigError(f"{name} is a share, by spmd_types, and no DTensor: take spmd_backend='partial_dtensor'")
         return []
     mesh, place = param.device_mesh, param.device_mesh.get_coordinate()
     sizes, found = list(param.shape), list[Cut]()
@@ -91,7 +95,7 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
         sizes[dim] = shares[place[at]]
         if ranks > 1 and not whole:
             found.append(Cut(mesh.get_group(at), dim, shares, pieces))
-    if found:
+    if found and not no_values(param.device):  # else nobody can read the mesh
         check_meshes(**{f"the mesh of {name}": mesh})
     return found
 
@@ -114,6 +118,8 @@ def check_gradients(params: Sequence[tuple[str, Tensor, Sequence[Cut]]]) -> None
         told[shared] = seen[shared]
         dist.all_reduce(told, dist.ReduceOp.MAX, group)
         seen = seen.maximum(told)
+    if no_values(seen.device):
+        return
     if names := [params[i][0] for i, (has, lacks) in enumerate(seen.tolist()) if has and lacks]:
         raise InputError(
             f"{names[0]} has a gradient on some of the ranks that share it, and none on others: give it zeros"
@@ -130,6 +136,8 @@ def largest_part(param: Tensor, cuts: Sequence[Cut]) -> int:
 
 def parts_of_rows(layout: Layout, param: Tensor, cuts: Sequence[Cut]) -> list[Tensor]:
     """For each part of the layout, where its rows are along the outputs of what this rank has of the parameter."""
+    if no_values(param.device):  # and yet as many rows
+        return in_clean_thread(param.device, lambda: parts_of_rows(layout, param, cuts))
     table = torch.cat([torch.full((size,), part) for part, size in enumerate(layout.sizes)]).repeat(layout.repeats)
     dim = param.ndim + layout.axis
     table = table.repeat(layout.stacks) if layout.axis == -2 else table

@@ -29,6 +29,11 @@ def _parts(linear: nn.Linear, number: int) -> Layout:
     return Layout((linear.out_features // number,) * number)
 
 
+def _heads(linear: nn.Linear, *sizes: int) -> Layout:
+    """Parts that follow each other in each head."""
+    return Layout(sizes, repeats=linear.out_features // sum(sizes))
+
+
 def _delta_net(o: Any, _: nn.Linear) -> Layout:
     values = o.num_v_heads // o.num_k_heads * o.head_v_dim
     return Layout((o.head_k_dim, o.head_k_dim, values, values), repeats=o.num_k_heads)
@@ -45,7 +50,7 @@ def _state_space(o: Any, linear: nn.Linear) -> Layout | None:
 
 def _qkv(o: Any, linear: nn.Linear) -> Layout | None:
     if _of(o, "MiniMaxLightning"):
-        return Layout((o.head_dim,) * 3, repeats=o.num_attention_heads)
+        return _heads(linear, *(o.head_dim,) * 3)
     keys = o.num_key_value_heads * o.head_dim
     return Layout((linear.out_features - 2 * keys, keys, keys)) if _of(o, "Dbrx", "Phi3", "Phi4") else None
 
@@ -54,7 +59,7 @@ def _query(o: Any, linear: nn.Linear) -> Layout | None:
     if hasattr(o, "qk_head_dim") or linear.out_features != 2 * o.o_proj.in_features:
         return _parts(linear, 1)
     gated = _of(o, "Qwen3Next", "Qwen3_5", "Qwen4Exp")  # in each head the query, then its gate
-    return Layout((o.head_dim, o.head_dim), repeats=o.o_proj.in_features // o.head_dim) if gated else None
+    return _heads(linear, o.head_dim, o.head_dim) if gated else None
 
 
 SPLITS: dict[str, Callable[[Any, nn.Linear], Layout | None]] = {
@@ -68,9 +73,13 @@ SPLITS: dict[str, Callable[[Any, nn.Linear], Layout | None]] = {
     "in_proj_qkvz": _delta_net,
     "in_proj_ba": lambda o, _: Layout((o.num_v_heads // o.num_k_heads,) * 2, repeats=o.num_k_heads),
     "x_proj": lambda o, _: Layout((o.time_step_rank, o.ssm_state_size, o.ssm_state_size)),
-    "kv_b_proj": lambda o, _: Layout((o.qk_nope_head_dim, o.v_head_dim), repeats=o.num_heads),
-    "kv_a_proj_with_mqa": lambda o, m: Layout((m.out_features - o.qk_rope_head_dim, o.qk_rope_head_dim)),
-    "q_gate_proj": lambda o, _: Layout((o.qk_head_dim, o.v_head_dim), repeats=o.num_heads),
+    "wqkv": lambda o, m: _heads(m, o.heads_per_kv * o.head_dim, o.head_dim, o.head_dim),
+    **dict.fromkeys(("kv_b_proj", "wkv_b"), lambda o, m: _heads(m, o.qk_nope_head_dim, o.v_head_dim)),
+    **dict.fromkeys(
+        ("kv_a_proj_with_mqa", "wkv_a"),
+        lambda o, m: Layout((m.out_features - o.qk_rope_head_dim, o.qk_rope_head_dim)),
+    ),
+    "q_gate_proj": lambda o, m: _heads(m, o.qk_head_dim, o.v_head_dim),
     "index_qk_proj": lambda o, _: Layout((o.index_n_heads * o.index_head_dim, o.index_kv_heads * o.index_head_dim)),
 }
 """By the name of the linear layer: (its owner, it) -> its layout."""

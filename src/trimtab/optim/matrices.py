@@ -26,20 +26,23 @@ Rule = Literal["adamw", "muon"]
 Layouts = Mapping[str, Layout | None]
 HEADS = ("lm_head", "head", "output", "output_layer", "embed_out", "score", "classifier", "qa_outputs", "v_head")
 """Names of linear layers that end a model, beside what it calls its output embeddings."""
+LINEARS = ("ScaledBiasRowwiseLinear",)
+"""Classes of linear layers with a forward of their own that is linear all the same: torchtitan's."""
 ROUTERS = ("Router", "TopKGating", "TopKGate")
 """Endings of classes that hold nothing but a router, beside what lies beside experts under a router's name."""
-CLASSES: dict[str, dict[str, tuple[int, bool, str]]] = {
-    "Llama4TextExperts": {"gate_up_proj": (2, True, ""), "down_proj": (1, True, "")},
-    "Step3p7Experts": {"gate_up_proj": (2, False, ""), "down_proj": (1, False, "")},
-    "DbrxExpertGLU": {n: (1, n == "w2", "moe_num_experts") for n in ("w1", "v1", "w2")},
-    "JetMoeMoE": {"input_linear.weight": (2, False, "")},
-    "JetMoeParallelExperts": {"weight": (1, False, "")},
-    "InklingSharedExperts": dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (1, False, "")),
-    "DeepseekV4GroupedLinear": {"weight": (1, False, "n_groups")},
-    "GroupedExperts": dict.fromkeys(("w1", "w2", "w3"), (1, False, "")),
-}  # fmt: skip
-"""Classes without flags: how many parts of each weight follow each other, whether it is in x out, and the attribute
-that says how many matrices lie in its first dim."""
+CLASSES: dict[str, dict[str, dict[str, Any]]] = {
+    "Llama4TextExperts": {"gate_up_proj": {"parts": 2, "transposed": True}, "down_proj": {"transposed": True}},
+    "Step3p7Experts": {"gate_up_proj": {"parts": 2}, "down_proj": {}},
+    "DbrxExpertGLU": {n: {"transposed": n == "w2", "stacks": "moe_num_experts"} for n in ("w1", "v1", "w2")},
+    "JetMoeMoE": {"input_linear.weight": {"parts": 2}},
+    "JetMoeParallelExperts": {"weight": {}},
+    "InklingSharedExperts": {key: {} for key in ("gate_proj", "up_proj", "down_proj")},
+    "DeepseekV4GroupedLinear": {"weight": {"stacks": "n_groups"}},
+    "GroupedExperts": {key: {} for key in ("w1", "w2", "w3", "w1_EFD", "w2_EDF", "w3_EFD")},
+    "GptOssGroupedExperts": {"mlp1_weight_EGD": {"parts": 2, "turns": True}, "mlp2_weight_EDF": {}},
+}
+"""Classes without flags: what `_stack` is to know of each weight; stacks: the attribute that says how many matrices lie
+in its first dim. The last two are torchtitan's."""
 
 
 class Found(NamedTuple):
@@ -103,7 +106,7 @@ def _layout(
         if getattr(module, "tp_size", 1) > 1:
             return None, "experts, a share of them"
         values = "bias" not in own and not own.endswith("_scales")
-        return _stack(param, getattr(module, "halves", 1), False) if values else None, "experts"  # 2: Megatron's first
+        return _stack(param, getattr(module, "halves", 1)) if values else None, "experts"  # 2: Megatron's first
     if is_transformers_experts(module):
         gated = own == "gate_up_proj"
         if not gated and own not in ("up_proj", "down_proj"):
@@ -112,18 +115,21 @@ def _layout(
     for held, key in ((around[-1] if around else None, f"{name}.{own}"), (module, own)):
         for cls in type(held).__mro__:
             if key in (row := CLASSES.get(cls.__name__, {})):
-                parts, transposed, stacks = row[key]
-                return _stack(param, parts, transposed, getattr(module, stacks) if stacks else 1), "experts"
+                stacks = getattr(module, row[key].get("stacks", ""), 1)
+                return _stack(param, **row[key] | {"stacks": stacks}), "experts"
     if linear is None:
         return None, f"of {type(module).__name__}"
-    if type(linear).forward not in (nn.Linear.forward, Projection.forward):
+    own_forward = type(linear).forward not in (nn.Linear.forward, Projection.forward)
+    if own_forward and not any(cls.__name__ in LINEARS for cls in type(linear).__mro__):
         return None, f"{type(linear).__name__}, a layer of its own"
     owner = next((m for m in reversed(around) if hasattr(m, name)), module)  # behind what peft wraps
     layout = of_linear(name, owner, linear)
     return layout, "several projections of sizes not known" if layout is None else "dense"
 
 
-def _stack(param: nn.Parameter, parts: int, transposed: bool, stacks: int = 1, turns: bool = False) -> Layout:
+def _stack(
+    param: nn.Parameter, parts: int = 1, transposed: bool = False, stacks: int = 1, turns: bool = False
+) -> Layout:
     axis = -1 if transposed else -2
     rows = param.shape[axis] // (1 if transposed else stacks) // parts
     return Layout((1 if turns else rows,) * parts, axis, rows if turns else 1, stacks=stacks)

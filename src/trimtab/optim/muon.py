@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from trimtab.checkpoint.state import HOW, check_groups
 from trimtab.errors import ConfigError
 from trimtab.optim.describe import described
 from trimtab.optim.exchange import (
@@ -42,6 +43,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda outs, ins: math.sqrt(max(1, outs / ins)),
 }
 """`adjust_lr_fn` of torch.optim.Muon by name, of one matrix."""
+STATE: dict[Rule, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
 MOST, MOST_ON_CPU = 256 << 20, 8 << 20
 """Bytes of an operand of Newton-Schulz: on a CPU larger ones are paged in anew at each product."""
 
@@ -184,17 +186,20 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, param: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
         """U of the module's head, of what this rank has of a parameter: contiguous, in memory of its own."""
-        state = self._state(param, "momentum_buffer")
+        state = self._state(param, "muon")
         buffer, momentum = local_part(state["momentum_buffer"]), group["momentum"]
         new = local_gradient(self.found(param).name, param).to(buffer.dtype)
         buffer.lerp_(new, 1 - momentum)
         return (new.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()).contiguous()
 
-    def _state(self, param: nn.Parameter, *names: str) -> dict[str, Any]:
-        """A parameter's state; at first zeros under these names, in float32 where there are low bits beside it."""
-        state: dict[str, Any] = self.state[param]
+    def _state(self, param: nn.Parameter, rule: Rule) -> dict[str, Any]:
+        """A parameter's state; at first zeros, in float32 where there are low bits beside it. Raises ConfigError: it is
+        that of the other rule."""
+        names, state = STATE[rule], cast(dict[str, Any], self.state[param])
         if not state:
             state |= {name: torch.zeros_like(param) for name in names}
+        if absent := set(names) - state.keys():
+            raise ConfigError(f"{self.found(param).name} is {rule}'s, and what was loaded for it has no {min(absent)}")
         if self.low_bits and param.dtype == torch.bfloat16 and "low_bits" not in state:  # or resumed without
             state |= {name: state[name].float() for name in names}
             state["low_bits"] = torch.zeros_like(param)
@@ -215,7 +220,7 @@ class Muon(torch.optim.Optimizer):
         """torch's, fused, on what this rank has of each parameter; one by one where that is widened."""
         beta1, beta2 = group["betas"]
         for param in params:
-            state = self._state(param, "exp_avg", "exp_avg_sq")
+            state = self._state(param, "adamw")
             if "step" not in state:
                 state["step"] = torch.zeros((), device=param.device)
         alone = [[param] for param in params if "low_bits" in self.state[param]]
@@ -223,7 +228,7 @@ class Muon(torch.optim.Optimizer):
             own = [self._widened(param) for param in some]
             grads = [local_gradient(self.found(p).name, p).to(t.dtype) for p, t in zip(some, own, strict=True)]
             means, squares, steps = (
-                [local_part(self.state[param][name]) for param in some] for name in ("exp_avg", "exp_avg_sq", "step")
+                [local_part(self.state[param][name]) for param in some] for name in (*STATE["adamw"], "step")
             )
             adamw(
                 own, grads, means, squares, [], steps, fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
@@ -245,16 +250,42 @@ class Muon(torch.optim.Optimizer):
         elif wide.dtype != local.dtype:
             local.copy_(wide)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with "param_names" in each group."""
+        packed: dict[str, Any] = super().state_dict()
+        for group, own in zip(packed["param_groups"], self.param_groups, strict=True):
+            group["param_names"] = [self.found(param).name for param in own["params"]]
+        return packed
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but tensors keep the dtype that they were saved in."""
-        kept: dict[str, Any] = {}  # what the user's hooks make of it
-        with self.register_load_state_dict_pre_hook(lambda _, loaded: kept.update(loaded)):
+        """As torch's, but a parameter gets what was saved under its name, whatever the groups, and tensors keep their
+        dtype. Raises ConfigError: names that only one of both has, a group whose parameters had different options, or
+        the state of the other rule."""
+        kept: dict[str, Any] = {}  # what the user's hooks make of it, in the order of the parameters here
+
+        def by_name(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+            here = [[self.found(param).name for param in own["params"]] for own in self.param_groups]
+            numbers, options = dict[str, Any](), dict[str, dict[str, Any]]()
+            for i, group in enumerate(loaded["param_groups"]):
+                ordered = any(isinstance(number, str) for number in group["params"])  # by torch's helpers
+                names = here[i] if ordered else group.get("param_names", ())
+                numbers |= zip(names, group["params"], strict=False)
+                shared = {key: value for key, value in group.items() if key not in HOW}
+                options |= dict.fromkeys(names, shared)
+            check_groups(here, options)
+            kept.update(loaded, param_groups=[
+                own | options.get(min(names, default=""), {}) | {"params": [numbers[name] for name in names]}
+                for own, names in zip(self.param_groups, here, strict=True)
+            ])  # fmt: skip
+            return kept
+
+        with self.register_load_state_dict_pre_hook(by_name):
             super().load_state_dict(state_dict)
-        params = [param for group in self.param_groups for param in group["params"]]
-        numbers = [number for group in kept["param_groups"] for number in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
-            tensors = {k: v for k, v in kept["state"].get(number, {}).items() if isinstance(v, Tensor)}
-            self.state[param] |= {name: value.to(param.device) for name, value in tensors.items()}
+        for group, own in zip(kept["param_groups"], self.param_groups, strict=True):
+            for number, param in zip(group["params"], own["params"], strict=True):
+                if saved := kept["state"].get(number):
+                    self.state[param] |= {k: v.to(param.device) for k, v in saved.items() if isinstance(v, Tensor)}
+                    self._state(param, own["rule"])
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("newton_schulz", "coefficients", "ns_dtype", "low_bits", "_find", "_found")

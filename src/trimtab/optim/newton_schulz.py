@@ -20,8 +20,7 @@ from torch import Tensor
 Coefficients = Sequence[tuple[float, float, float]]
 NewtonSchulz = Callable[[Tensor, Coefficients, torch.dtype], Tensor]
 """x [B, rows, columns] of any float dtype, coefficients, the dtype to compute in -> [B, rows, columns] in that dtype. x
-is not written, zeros give zeros, and each matrix is treated as if it were alone. `print(optimizer)` calls it on the
-meta device to count FLOPs."""
+is not written, zeros give zeros, and each matrix is treated as if it were alone."""
 
 EPS = 1e-7
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5

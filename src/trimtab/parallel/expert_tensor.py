@@ -48,7 +48,8 @@ class ExpertTensorGroup:
         self.calls += 1
         rows_P = torch.full((ranks,), rows, dtype=torch.int64, device=x_MD.device)
         slots = -1 if num_slots is None else num_slots
-        message = count_message(rows_P, call, {facts.SLOTS: slots, facts.TOKENS: rows, facts.GRAD: own})
+        values = {facts.ROWS: rows, facts.SLOTS: slots, facts.TOKENS: rows, facts.GRAD: own}
+        message = count_message(rows_P, call, values)
         with nullcontext() if self.guard is None else self.guard.alone(self.layer, "count"):
             if self.guard is not None:
                 self.guard.at(self.layer, "count", "forward", call.number)

@@ -6,27 +6,37 @@ of ours; nobody has measured them on a card yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from trimtab.optim import muon
 
 MB = 1 << 20
+HOLDS: dict[str, tuple[str, ...]] = {"gloo": ("_allgather_base_", "_reduce_scatter_base_"), "nccl": ()}
+"""By the kind of network: parts of names of collectives of which it holds the larger tensor once more while they run.
+Gloo's by a hook of malloc: what is gathered, and what is reduced; all_to_all and broadcast go without."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """kind: the type of torch's device. rounding: bytes to which the allocator rounds a size up. outside: bytes beside
-    the allocator's, in words. free: of all memory, what is to be left to fragmentation. copied: part of the name of the
-    collective of which the network holds the input once more while it runs. foreach: whether PyTorch's optimizers step
-    all parameters at once there, unless they are told otherwise. bytes: all its memory, None for as much as it takes.
-    flops, link: FLOPs, and bytes that leave it, in a second at the most.
+    """kind: the type of torch's device. network: see `HOLDS`. rounding: bytes to which the allocator rounds a size up.
+    outside: bytes beside the allocator's, in words. free: of all memory, what is to be left to fragmentation. foreach:
+    whether PyTorch's optimizers step all parameters of a group at once there, if none is a DTensor. bytes: all its
+    memory, None for as much as it takes. flops, link: FLOPs, and bytes that leave it, in a second at the most.
     """
 
     kind: str
+    network: str
     rounding: int = 1
     outside: Mapping[str, int] = field(default_factory=dict)
     free: float = 0.0
-    copied: str | None = None
     foreach: bool = False
     bytes: float | None = None
     flops: float = 989e12
@@ -40,17 +50,28 @@ class Device:
 
     def holds(self, func: Any, args: tuple[Any, ...]) -> int:
         """Bytes that the network holds inside an operator."""
-        return args[1].nbytes if self.copied and self.copied in str(func) else 0  # the input is behind the output
+        held = any(name in str(func) for name in HOLDS[self.network])
+        return max(args[0].nbytes, args[1].nbytes) if held else 0  # output and input
+
+    @contextmanager
+    def as_there(self) -> Iterator[None]:
+        """Have optimizers that are not told otherwise step as they do there, and Muon take as much at once."""
+        most = muon.MOST_ON_CPU if self.kind == "cpu" else muon.MOST
+        with patch.object(muon, "MOST_ON_CPU", most), register_optimizer_step_pre_hook(self._before_step):
+            yield
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups if self.foreach else ():
+            told = group.get("fused") or group.get("foreach", True) is not None
+            if not told and not any(isinstance(p, DTensor) for p in group["params"]):
+                group["foreach"] = True
 
 
 DEVICES: dict[str, Device] = {
-    "cpu": Device(kind="cpu", copied="_reduce_scatter_base_"),
+    "cpu": Device(kind="cpu", network="gloo"),
     "cuda": Device(
-        kind="cuda",
-        rounding=512,
+        kind="cuda", network="nccl", rounding=512, free=0.08, foreach=True,
         outside={"CUDA context": 500 * MB, "NCCL": 600 * MB, "cuBLAS workspace": 64 * MB},
-        free=0.08,
-        foreach=True,
     ),
-}
-"""By kind: "cpu" with Gloo, whose reduce-scatter holds its input twice, "cuda" with NCCL."""
+}  # fmt: skip
+"""By kind."""

@@ -20,18 +20,19 @@ from trimtab.plan.unrun import kernels_without_values
 from trimtab.plan.without_values import World
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.loading import build_model
-from trimtab.train.models import check_model, check_sharded
+from trimtab.train.models import check_model, check_sharded, num_experts
 from trimtab.train.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One layout of a run. refused: why the run would not start; "" where it was planned, to `stages`."""
+    """One layout of a run. experts: of a layer. refused: why the run would not start; "" where `stages` are planned."""
 
     config: TrainConfig
     mesh: Mesh
     device: Device
     skew: str
+    experts: int
     stages: Stages | None = None
     refused: str = ""
 
@@ -74,15 +75,14 @@ class Layout:
         config, mesh = self.config, self.mesh
         smaller = f"--batch-size {config.batch_size // 2}" if config.batch_size > 1 else "a shorter --seq-len"
         shared = mesh.fsdp * mesh.tp
-        more = next((n for n in range(mesh.ep + 1, shared + 1) if shared % n == 0), None)
+        fits = (n for n in range(mesh.ep + 1, shared + 1) if shared % n == self.experts % n == n % mesh.tp == 0)
         fewer = "more ranks" if config.quantize else f"more ranks, or --{'quantize nf4' if config.lora else 'lora 16'}"
         states = "--replicate 1" if mesh.replicate > 1 else fewer
         switches = {
             "activations": smaller if config.gradient_checkpointing else "--gradient-checkpointing",
-            "gathered": smaller if more is None else f"--ep {more}",
+            "gathered": smaller if (more := next(fits, None)) is None else f"--ep {more}",
             "exchange": "--replicate-experts 0.1" if config.replicate_experts == "off" and mesh.ep > 1 else smaller,
-            "other": smaller,
-            "copies": smaller,
+            **dict.fromkeys(("other", "copies"), smaller),
             **dict.fromkeys(("weights", "moments", "gradients"), states),
         }
         again = 0 if config.gradient_checkpointing else parts["exchange"] + parts["copies"]  # which go with them
@@ -136,7 +136,7 @@ def plan_layout(config: TrainConfig, mesh: Mesh, device: Device, skew: str = "ev
             kernels = kernels_without_values(config.kernels, device.kind)
             return measure(model, trained(model, config, mesh), world, device=device, kernels=kernels)
 
-    found: dict[str, Any] = {"config": config, "mesh": mesh, "device": device, "skew": skew}
+    found: Any = {"config": config, "mesh": mesh, "device": device, "skew": skew, "experts": num_experts(skeleton)}
     kinds = kinds_of(skeleton)
     try:
         check_model(config, skeleton, mesh, ())

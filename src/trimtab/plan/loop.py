@@ -11,6 +11,7 @@ from torch import nn
 from trimtab.dispatch.options import COPY_COST, ExchangeOptions, Replication
 from trimtab.dispatch.planned import planned
 from trimtab.kernels.torch_mm import GroupedMMBackend
+from trimtab.plan.buckets import ddp_without_values
 from trimtab.plan.device import DEVICES
 from trimtab.plan.ledger import FORWARD, Ledger
 from trimtab.plan.traffic import Traffic
@@ -49,8 +50,9 @@ def plan_memory(
     options = ExchangeOptions(replicate_experts=replicate_experts, copy_cost=copy_cost)
     kind, traffic = DEVICES[device], Traffic(skew=skew, replication=options.replication)
     ledger = Ledger(rounding=kind.rounding, kernels=GroupedMMBackend(), holds=kind.holds)
+    of_rank, exchange = World(ranks, rank), planned(traffic, rounds=device == "cpu")
 
-    with World(ranks, rank) as world, planned(traffic, rounds=device == "cpu"):
+    with of_rank as world, exchange, kind.as_there(), ddp_without_values(world, ledger):
         model = build()
         world.fill(model)
         model.register_forward_pre_hook(lambda *_: setattr(ledger, "phase", FORWARD))

@@ -128,12 +128,9 @@ def measure(
     """The stages of the second step of a model that was filled: the first one makes moments. kernels: see `Ledger`."""
     ledger = Ledger(rounding=device.rounding, kernels=kernels or GroupedMMBackend(), holds=device.holds)
     model.train()
-    with _hooked(model, ledger), world.mode, ledger:
+    with device.as_there(), _hooked(model, ledger), world.mode, ledger:
         ledger.know([*model.parameters(), *model.buffers()], "weights")
         optimizer = step.optimizer()
-        for group in optimizer.param_groups if device.foreach else ():
-            if group.get("foreach", True) is None and not group.get("fused"):
-                group["foreach"] = True
         _step(step, optimizer, ledger)
         before = ledger.flops
         ledger.moved.clear()

@@ -19,12 +19,9 @@ from trimtab.train.models import inspect, num_experts
 @contextlib.contextmanager
 def quiet(debug: bool) -> Iterator[None]:
     """Libraries say nothing, as no run is there that their advice would help."""
-    if debug:
-        yield
-        return
-    logging.disable(logging.WARNING)
+    logging.disable(logging.NOTSET if debug else logging.WARNING)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action=None if debug else "ignore"):
             yield
     finally:
         logging.disable(logging.NOTSET)

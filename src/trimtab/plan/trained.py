@@ -11,21 +11,14 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from trimtab.errors import ConfigError
 from trimtab.plan.stages import Step
-from trimtab.train.config import MUON, Mesh, TrainConfig
+from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.loop import MoETrainer, arguments, own_optimizer
 from trimtab.train.objective import Objective
 
 
 def trained(model: Any, config: TrainConfig, mesh: Mesh) -> Step:
-    """The step that a run of `config`, which is resolved, takes with a model that `build_model` has built.
-
-    Raises:
-        ConfigError: the optimizer reads values of tensors.
-    """
-    if config.optim == MUON and mesh.world > 1:
-        raise ConfigError("--optim muon: over ranks it reads values of tensors, and a plan has none; plan without it")
+    """The step that a run of `config`, which is resolved, takes with a model that `build_model` has built."""
     trainer: Any = MoETrainer.__new__(MoETrainer)  # whose methods read no more than this
     trainer.model, trainer.mesh, trainer.args = model, mesh, arguments(config, replace(mesh, world=1))
     trainer.optimizer = trainer._mixed_mesh_grads = None

@@ -24,7 +24,7 @@ from trimtab.integrations.transformers.quantized.prequantized import prequantize
 from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.integrations.transformers.summary import own_name
 from trimtab.kernels.choose import get_backend
-from trimtab.kernels.compiled import ACTIVATIONS, CODES
+from trimtab.kernels.compiled import ACTIVATIONS
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
 
@@ -83,6 +83,10 @@ def check_model(config: TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> 
     for kind, size in {"tp": mesh.tp, "ep": mesh.ep, "fsdp": mesh.fsdp * mesh.replicate}.items():
         if size > 1 and not getattr(model, f"{kind}_plan", None):
             raise ConfigError(f"--{kind} {size}: transformers has no {kind} plan for {name}; use --{kind} 1")
+    text, plan = model.config.get_text_config(), tuple(model.tp_plan or ()) if mesh.tp > 1 else ()
+    for part, field in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+        if any(key.endswith(part) for key in plan) and (heads := getattr(text, field, 0)) % mesh.tp:
+            raise ConfigError(f"--tp {mesh.tp} does not divide {name}'s {heads} heads ({field})")
     if mesh.tp > 1 and config.grad_accum > 1 and RESUMS in (model.tp_plan or {}).values():
         raise ConfigError(
             f"--tp {mesh.tp} --grad-accum {config.grad_accum}: transformers' tp plan for {name} sums gradients of "
@@ -97,7 +101,7 @@ def check_model(config: TrainConfig, model: Any, mesh: Mesh, tokenizer: Any) -> 
         raise ConfigError(
             f"--model {config.model}: its tokenizer has {len(tokenizer)} tokens, its embedding {rows} rows"
         )
-    positions, seq_len = getattr(model.config.get_text_config(), "max_position_embeddings", None), config.seq_len or 0
+    positions, seq_len = getattr(text, "max_position_embeddings", None), config.seq_len or 0
     if positions is not None and seq_len > positions:
         more = "" if config.model in PRESETS else ", or extend it in its config.json"
         raise ConfigError(
@@ -197,7 +201,7 @@ def packs(config: TrainConfig, skeleton: nn.Module, mesh: Mesh) -> bool:
     """Whether the run holds frozen experts packed, unasked: on CPUs whose C++ reads them, in a layout that codes have.
     Says where only their sizes are against it."""
     free = config.lora and not config.quantize and (mesh.tp == 1 or mesh.ep > 1)
-    if not free or torch.accelerator.is_available() or "packed" not in CODES or config.kernels not in ("auto", "cpu"):
+    if not free or torch.accelerator.is_available() or config.kernels not in ("auto", "cpu"):
         return False
     modules: list[Any] = experts_in(deepcopy(skeleton).bfloat16())
     known = all(not m.has_post_expert_norm and (word_of(m) or "-").split()[0] in ACTIVATIONS for m in modules)

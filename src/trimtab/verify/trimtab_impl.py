@@ -53,6 +53,7 @@ AGAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 """How a layer is called, by the topology's word."""
 
 
+Named = tuple[str, nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW),
     "muon": lambda model: Muon(model, ns_dtype=torch.float64, **ADAMW),
@@ -187,23 +188,9 @@ class Layers:
         done = [report for moe in self.moes if (report := moe.dispatcher.replicated) is not None]
         return Outcome(
             y=y, dx=x.grad, grads=grads, loads=loads, copied=[report.replicas_P for report in done],
-            slots=[report.loads_after_P for report in done], updated=self._updated(params),
+            slots=[report.loads_after_P for report in done],
+            updated=updated(self.model, params, self.place.topology.optimizer, SHORT),
         )  # fmt: skip
-
-    @torch.no_grad()
-    def _updated(self, params: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-        """Parameters behind the steps that `truth.updated` takes, which are then taken back."""
-        if (word := self.place.topology.optimizer) == "none":
-            return {}
-        before, optimizer = [local_part(p).clone() for _, p in params], OPTIMIZERS[word](self.model)
-        for _ in range(2):
-            for _, param in params:
-                param.grad = torch.mul(1 + param.detach(), param.grad)  # type: ignore[arg-type]
-            optimizer.step()
-        whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in params}
-        for (_, param), values in zip(params, before, strict=True):
-            local_part(param).copy_(values)
-        return {short_name(name, SHORT): p.flatten(1, 2) if p.ndim == 4 else p for name, p in whole.items()}
 
     def _take_main_grads(self) -> None:
         """`main_grad` where gradients are looked for; what autograd put there besides is no gradient."""
@@ -213,3 +200,19 @@ class Layers:
         for param in self.fused:
             assert param.grad_added_to_main_grad  # type: ignore[attr-defined]
             param.grad = param.main_grad  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def updated(model: nn.Module, params: Sequence[Named], optimizer: str, short: dict[str, str]) -> dict[str, Tensor]:
+    """Parameters behind the steps that `truth.updated` takes, which are then taken back. Collective."""
+    if optimizer == "none":
+        return {}
+    before, stepper = [local_part(p).clone() for _, p in params], OPTIMIZERS[optimizer](model)
+    for _ in range(2):
+        for _, param in params:
+            param.grad = torch.mul(1 + param.detach(), param.grad)  # type: ignore[arg-type]
+        stepper.step()
+    whole = {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in params}
+    for (_, param), values in zip(params, before, strict=True):
+        local_part(param).copy_(values)
+    return {short_name(name, short): p.flatten(1, 2) if p.ndim == 4 else p for name, p in whole.items()}

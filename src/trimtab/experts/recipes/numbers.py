@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -97,58 +98,58 @@ class Blocks:
             return self._segment_amax(_amax(self.x, 1, self.columns))
         return _amax(self.x, self.rows, self.columns)
 
-    def tensor_amax(self) -> Tensor:
-        """Of the segment or matrix that each block is in: [e, 1], [n, 1] or [e, 1, 1]."""
+    def tensor_amax(self, amax: Tensor) -> Tensor:
+        """Of the segment or matrix that each block is in, from each block's, of `ROWS_PER_STEP` rows at most: [n, 1] or
+        [e, 1, 1]."""
         if self.offsets_e is None:
-            return _amax(self.x, self.x.shape[1], self.x.shape[2])
-        of_segment = self._segment_amax(_amax(self.x, 1, self.x.shape[1]))
-        return of_segment if self.by_segment else of_segment.index_select(0, self._owner(self.rows))
+            return amax.amax((1, 2), keepdim=True)
+        of_segment = self._segment_amax(amax.amax(1, keepdim=True), ROWS_PER_STEP // self.rows)
+        return of_segment.index_select(0, self._owner_R[:: self.rows])
 
     def spread(self, values: Tensor) -> Tensor:
         """Each block's value for each of its elements, broadcastable to x."""
         r, c = self.x.shape[-2:]
         if self.by_segment:
-            values = values.index_select(0, self._owner(1))
+            values = values.index_select(0, self._owner_R)
         elif self.rows > 1 and values.shape[-2] > 1:
             values = values.repeat_interleave(self.rows, -2)[..., :r, :]
         if self.columns > 1 and values.shape[-1] > 1:
             values = values.repeat_interleave(self.columns, -1)[..., :c]
         return values
 
-    def _owner(self, rows_per_entry: int) -> Tensor:
-        """The expert of every `rows_per_entry`-th row; the last expert for padding."""
+    @cached_property
+    def _owner_R(self) -> Tensor:
+        """The expert of every row; the last expert for padding."""
         assert self.offsets_e is not None
-        first = torch.arange(0, self.x.shape[0], rows_per_entry, device=self.x.device)
-        last = self.offsets_e.shape[0] - 2
-        return torch.searchsorted(self.offsets_e[1:].long(), first, right=True).clamp(max=last)
+        row_R, last = torch.arange(self.x.shape[0], device=self.x.device), self.offsets_e.shape[0] - 2
+        return torch.searchsorted(self.offsets_e[1:].long(), row_R, right=True).clamp_(max=last)
 
-    def _segment_amax(self, amax_Rm: Tensor) -> Tensor:
-        """From each row's to each segment's: [e, m]; 0 where a segment is empty."""
+    def _segment_amax(self, amax_nm: Tensor, per_step: int = ROWS_PER_STEP) -> Tensor:
+        """From each row's, or from so many to a step, to each segment's: [e, m]; 0 where a segment is empty."""
         assert self.offsets_e is not None
-        step_nm = _amax(amax_Rm, ROWS_PER_STEP, 1)
-        owner_nm = self._owner(ROWS_PER_STEP)[:, None].expand_as(step_nm)
+        step_nm = _amax(amax_nm, per_step, 1)
+        owner_nm = self._owner_R[::ROWS_PER_STEP, None].expand_as(step_nm)
         none_em = step_nm.new_zeros(self.offsets_e.shape[0] - 1, step_nm.shape[1])
         return none_em.scatter_reduce(0, owner_nm, step_nm, "amax")
 
 
 def _amax(x: Tensor, rows: int, columns: int) -> Tensor:
     """Largest finite |x| of each block of the last two axes, 0 where there is none: [..., R, C] -> [..., n, m]."""
-    magnitude = x.abs().nan_to_num(nan=0.0, posinf=0.0)
-    whole = pad(magnitude, (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
+    whole, short = x.abs().nan_to_num_(nan=0.0, posinf=0.0), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows)
+    whole = pad(whole, short) if any(short) else whole
     n, m = whole.shape[-2] // rows, whole.shape[-1] // columns
-    return whole.view(*x.shape[:-2], n, rows, m, columns).amax((-3, -1))
+    return whole.reshape(*x.shape[:-2], n, rows, m, columns).amax((-3, -1))
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
     """2 ** exponent in float32, exactly, for integers from -127 to 127; others are clamped to that range."""
-    exponent = exponent.to(torch.int32).clamp(-127, 127)
-    normal = (exponent + 127) << 23
-    return torch.where(exponent == -127, 1 << 22, normal).to(torch.int32).view(torch.float32)
+    biased = (exponent.to(torch.int32).clamp(-127, 127) + 127) << 23
+    return biased.clamp_(min=1 << 22).view(torch.float32)
 
 
-def floor_log2(x: Tensor) -> Tensor:
-    """floor(log2 |x|) as int32, exactly, of float32; for zero and what float32 holds as subnormal, -127."""
-    return ((x.contiguous().view(torch.int32) >> 23) & 0xFF) - 127
+def _power_below(x: Tensor) -> Tensor:
+    """2 ** floor(log2 |x|), exactly, of float32; 0 of zero and of what float32 holds as subnormal."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def round_to(x: Tensor, form: ElementFormat, noise: Tensor | None = None) -> Tensor:
@@ -157,20 +158,23 @@ def round_to(x: Tensor, form: ElementFormat, noise: Tensor | None = None) -> Ten
     noise: uniform in [0, 1), of x's shape. If given, x goes to one of its two neighbors, up with the probability that
     makes the mean right (arXiv 1502.02551); what the format holds stays as it is.
     """
-    step = power_of_two(floor_log2(x).clamp(min=form.min_exponent) - form.mantissa)
+    x = x.clamp(-form.largest, form.largest)
+    if noise is None and form is not E2M1:
+        return x.to(form.dtype).float()
+    step = _power_below(x).clamp_(min=2.0**form.min_exponent).mul_(2.0**-form.mantissa)
     scaled = x / step  # exact: a power of two, and nothing that matters underflows
     if noise is None:
-        rounded = scaled.round()
+        rounded = scaled.round_()
     else:
         below = scaled.floor()
         rounded = (below + (scaled - below > noise)).copysign(scaled)
-    return (rounded * step).clamp(-form.largest, form.largest)
+    return rounded.mul_(step)
 
 
 def encode(x: Tensor, multiplier: Tensor, form: ElementFormat, noise: Tensor | None = None) -> Tensor:
     """`x * multiplier` on the grid of `form`. NaN gives NaN, Inf gives Inf where the format has one, else NaN."""
-    on_grid = round_to((x * multiplier).clamp(-form.largest, form.largest), form, noise)
-    return torch.where(x.isfinite(), on_grid, x if form.has_inf else torch.nan)
+    on_grid = round_to(x * multiplier, form, noise)
+    return torch.where(x.isinf(), x, on_grid) if form.has_inf else on_grid.masked_fill_(x.isinf(), torch.nan)
 
 
 def float_scale(amax: Tensor, form: ElementFormat, *, exact: bool = False, margin: int = 0) -> Scale:
@@ -178,10 +182,10 @@ def float_scale(amax: Tensor, form: ElementFormat, *, exact: bool = False, margi
 
     exact: rounded down to a power of two, so that scaling itself loses nothing.
     """
-    scale = (form.largest * 2.0**-margin / amax).clamp(form.largest / 2.0**128, LARGEST_SCALE)
-    scale = torch.where(amax > 0, scale, 1.0)
+    scale = (form.largest * 2.0**-margin / amax).clamp_(form.largest / 2.0**128, LARGEST_SCALE)
+    scale.masked_fill_(amax == 0, 1.0)
     if exact:
-        scale = power_of_two(floor_log2(scale))
+        scale = _power_below(scale)
     return Scale(decode=scale.reciprocal(), encode=scale)
 
 
@@ -191,17 +195,16 @@ def e8m0_scale(amax: Tensor, form: ElementFormat, *, ceil: bool = False) -> Scal
     floor (OCP MX v1.0, 6.3): 2 ** (floor(log2 amax) - emax); values above the largest of `form` saturate.
     ceil (arXiv 2506.08027): the least power of two with which nothing saturates.
     """
-    exponent = floor_log2(amax) - (math.frexp(form.largest)[1] - 1)
+    exponent = (amax.view(torch.int32) >> 23) - (126 + math.frexp(form.largest)[1])  # floor(log2 amax) - emax
     if ceil:
-        exponent = exponent + (amax > form.largest * power_of_two(exponent)).to(torch.int32)
-    exponent = torch.where(amax > 0, exponent, -127).clamp(-127, 127)
+        exponent += amax > form.largest * power_of_two(exponent)
     return Scale(decode=power_of_two(exponent), encode=power_of_two(-exponent))
 
 
 def tensor_scale(amax: Tensor) -> Tensor:
     """NVFP4's float32 scale g of a tensor: amax / (6 * 448), so that the largest block scale is 448; 1 for zeros."""
-    scale = (amax / (E2M1.largest * E4M3.largest)).clamp(min=1 / LARGEST_SCALE)
-    return torch.where(amax > 0, scale, 1.0)
+    scale = (amax / (E2M1.largest * E4M3.largest)).clamp_(min=1 / LARGEST_SCALE)
+    return scale.masked_fill_(amax == 0, 1.0)
 
 
 def e4m3_scale(amax: Tensor, tensor: Tensor) -> Scale:
@@ -211,5 +214,5 @@ def e4m3_scale(amax: Tensor, tensor: Tensor) -> Scale:
     """
     stored = round_to(amax / E2M1.largest / tensor, E4M3)
     decode = stored * tensor
-    inverse = torch.where(decode > 0, decode.reciprocal().clamp(max=LARGEST_SCALE), 0.0)  # of a subnormal infinite
+    inverse = decode.reciprocal().clamp_(max=LARGEST_SCALE).masked_fill_(decode == 0, 0.0)  # of a subnormal infinite
     return Scale(decode=decode, encode=inverse, stored=stored)

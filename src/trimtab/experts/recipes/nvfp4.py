@@ -55,7 +55,8 @@ class NVFP4State(RecipeState):
         self.noise = Noise(recipe.seed) if recipe.stochastic_gradients else None
 
     def scale(self, blocks: Blocks, form: ElementFormat, role: Role) -> Scale:
-        return e4m3_scale(blocks.amax(), tensor_scale(blocks.tensor_amax()))
+        amax = blocks.amax()
+        return e4m3_scale(amax, tensor_scale(blocks.tensor_amax(amax)))
 
     def dither(self, x: Tensor, role: Role) -> Tensor | None:
         return None if self.noise is None or role != "gradient" else self.noise(x)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.moe import experts
 from torch import Tensor
@@ -81,6 +82,9 @@ class ExpertShare:
             param.allreduce, param.tensor_model_parallel = not of_experts, cut
             if cut:
                 param.partition_dim, param.partition_stride = self.cut + self.single_parameter, self.halves
+            kept = getattr(layers, "_MODEL_PARALLEL_ATTRIBUTE_DEFAULTS", ())
+            if self.halves > 1 and name.startswith("weight") and "qkv_split_shapes" in kept:  # its Muon asks for it
+                param.is_qkv, param.qkv_split_shapes = True, [param.shape[-2] // self.halves] * self.halves
 
     def draw_share(self, weight: Tensor) -> None:
         """One expert's weight, as Megatron draws it: on a CPU the whole on every rank, which keeps its share; on a
