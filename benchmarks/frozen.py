@@ -40,6 +40,7 @@ from benchmarks.subject import Subject, Where
 from benchmarks.table import contestants_table, duration, ratio
 from benchmarks.task import Task
 from trimtab import oracle
+from trimtab.experts.quantized import in_huge_pages
 
 KINDS = ("bf16", "codes", "step")
 DRAWN = 8
@@ -177,7 +178,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         if len(some[0][0]) <= FEW
     }
     modes = {mode: partial(step, cycle(some)) for mode, some in calls.items()}
-    return Subject(modes=modes, outcome=outcome, facts={"read": read})
+    return Subject(modes=modes, outcome=outcome, facts={"read": read}, rest=0.1 if who == "KTransformers" else 0.0)
 
 
 def ours(form: str, drawn: Drawn) -> Layer:
@@ -192,6 +193,7 @@ def ours(form: str, drawn: Drawn) -> Layer:
     for name in ("gate_up", "down"):
         for key, tensor in zip((name, f"{name}_scales"), coded(getattr(experts, name).float(), form), strict=True):
             setattr(experts, key, nn.Parameter(drawn.spread(tensor), requires_grad=False))
+            in_huge_pages(getattr(experts, key))
     return experts
 
 

@@ -19,7 +19,7 @@ from trimtab.experts.activations import activation_of, check_activation
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts, plan_for
-from trimtab.experts.quantized import check_held, quantized, values_per_byte
+from trimtab.experts.quantized import check_held, in_huge_pages, quantized, values_per_byte
 from trimtab.experts.weight import GroupedWeight, Weights
 from trimtab.experts.weight_grad import GradSink, MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
@@ -126,6 +126,7 @@ class ExpertMLP(GroupedModule):
         made = {key: quantized(weight, name) for key, weight in weights.items()}
         self.codes = name, self.down.dtype
         for key, (codes, scales) in made.items():
+            in_huge_pages(codes)
             setattr(self, key, nn.Parameter(codes, requires_grad=False))
             setattr(self, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
         return self
