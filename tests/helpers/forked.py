@@ -41,7 +41,7 @@ def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str, absen
     from trimtab.train.plan import plan_run
 
     if plain:
-        session.packs = lambda *_: False
+        session.packed = lambda config, *_: config
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(handle, stream)

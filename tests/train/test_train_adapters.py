@@ -27,9 +27,8 @@ from trimtab.errors import ConfigError
 from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.integrations.transformers.summary import SHARDED
 from trimtab.kernels.choose import get_backend
-from trimtab.train import session
 from trimtab.train.config import Mesh, TrainConfig
-from trimtab.train.models import inspect
+from trimtab.train.models import inspect, packed
 from trimtab.train.plan import plan_run
 from trimtab.train.resume import check_resume, resumed
 from trimtab.train.sources import find_groups
@@ -141,16 +140,17 @@ def test_a_frozen_base_is_packed_unasked_and_nothing_else_changes(
 def test_who_is_packed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
     config, skeleton = TrainConfig(model="mixtral", lora=2), inspect("mixtral")
     mesh = Mesh.of(config, world=2, num_experts=8)
-    assert session.packs(config, skeleton, mesh)
+    assert packed(config, skeleton, mesh) == replace(config, quantize="packed")
     for given in ({"lora": None}, {"quantize": "int8"}, {"kernels": "torch"}):
-        assert not session.packs(replace(config, **given), skeleton, mesh)
-    assert not session.packs(config, skeleton, replace(mesh, tp=2, ep=1))
+        asked = replace(config, **given)
+        assert packed(asked, skeleton, mesh) == asked
+    assert packed(config, skeleton, replace(mesh, tp=2, ep=1)) == config
     normed = tiny("mixtral")
     for module in experts_in(normed):
         module.has_post_expert_norm = True
-    assert not session.packs(config, normed, mesh), "C++ would leave it to blocks"
+    assert packed(config, normed, mesh) == config, "C++ would leave it to blocks"
     assert not capsys.readouterr().err
-    assert not session.packs(config, tiny("mixtral", hidden=40), mesh)
+    assert packed(config, tiny("mixtral", hidden=40), mesh) == config
     assert "experts are not packed: packed has blocks of 32" in capsys.readouterr().err
 
 

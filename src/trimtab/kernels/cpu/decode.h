@@ -63,6 +63,8 @@ INLINE void decode_panel(const Stack& w, long out, long apart, long in, long n, 
     const vf table = load(Type == MXFP4 ? E2M1_VALUES : NF4_VALUES);
     const long ld = w.bytes(w.ins) * apart, of_row = w.along();
     const uint8_t* from = w.at(out, in);
+    // The next panel is asked for from end to end: rows in which it lies, of two parts in turn each half of them.
+    const uint8_t* soon = w.at(out + NR * apart + out % apart * (NR - 1), 0) + in / chunk * NR * 64;
     for (long k = 0; k < n; k += chunk, from += 64) {
         const long runs = std::min(half, (n - k) / each), scales = (runs + along - 1) / along * scale_bytes;
         alignas(64) uint64_t scale[NR];
@@ -77,7 +79,7 @@ INLINE void decode_panel(const Stack& w, long out, long apart, long in, long n, 
             vf turned[half];
             UNROLL for (int i = 0; i < half; i++) {
                 const uint8_t* row = from + (part * half + i) * ld;
-                __builtin_prefetch(row + NR * ld, 0, 2);  // of the next panel
+                __builtin_prefetch(soon += 64, 0, 3);
                 turned[i] = (vf)_mm512_maskz_loadu_epi64((1u << runs) - 1, row);
             }
             exchange<2, 2>(turned);
