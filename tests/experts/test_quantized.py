@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.pairs import Pair, Subject
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.quantized import FORMATS, decoded, quantized, scales_of
+from trimtab.experts.quantized import FORMATS, HUGE, decoded, in_huge_pages, quantized, scales_of
 from trimtab.kernels.compiled import CODES
 
 
@@ -85,6 +86,17 @@ def test_transformers_reads_the_same_bits(dtype: torch.dtype) -> None:
     codes, grid = drawn("fp8", (2, 256, 384), g)
     theirs = Fp8Dequantize(None)._dequantize_one(codes.view(torch.float8_e4m3fn), grid, dtype)
     assert same_bits(decoded(codes, grid, "fp8", dtype), theirs)
+
+
+@pytest.mark.parametrize("entries", [0, 7, HUGE, 3 * HUGE + 5])
+def test_huge_pages_hold_what_small_ones_held(entries: int) -> None:
+    tensor = torch.arange(entries).to(torch.uint8)[2:]
+    before = tensor.clone()
+    in_huge_pages(tensor)
+    assert torch.equal(tensor, before)
+    in_huge_pages(torch.empty(HUGE, device="meta"))
+    with FakeTensorMode():
+        in_huge_pages(torch.empty(HUGE))
 
 
 def test_blocks_of_codes_by_hand() -> None:

@@ -119,7 +119,7 @@ class ExpertMLP(GroupedModule):
             ConfigError: they have codes already or are sharded, there is no encoder for the format, its blocks do not
                 divide D and F, or it does not hold their dtype.
         """
-        from trimtab.experts.quantized import quantized
+        from trimtab.experts.quantized import in_huge_pages, quantized
 
         weights = {key: getattr(self, key) for key in (self._up, "down")}
         if self.codes is not None or not all(dense(weight) for weight in weights.values()):
@@ -127,6 +127,7 @@ class ExpertMLP(GroupedModule):
         made = {key: quantized(weight, name) for key, weight in weights.items()}
         self.codes = name, self.down.dtype
         for key, (codes, scales) in made.items():
+            in_huge_pages(codes)
             setattr(self, key, nn.Parameter(codes, requires_grad=False))
             setattr(self, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
         return self
