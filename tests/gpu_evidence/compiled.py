@@ -57,13 +57,16 @@ def kernels_of(case: str, brief: bool = False, rows: int = 4096) -> dict[str, An
         torch.cuda.get_device_properties = lambda *_: device.properties  # type: ignore[assignment]
         torch.version.hip = "6" if device.gfx else None  # type: ignore[assignment]
         on.cache_clear()
+        packed = torch.empty(rows, dim + 32, **given)[:, :dim]  # as rows come out of an exchange
         x = torch.empty(rows, dim, requires_grad=True, **given)
         ids, w = fake_cuda.slots(rows, top_k)
         for kernels in (
             ("triton",) if dtype != "bfloat16" or (brief and gpu != "sm_90") else ("triton", "grouped_mm+triton")
         ):
-            y = ExpertMLP(experts, dim, hidden, kernels=kernels, **given)(x, ids, w)
-            y.backward(torch.empty_like(y))
+            module = ExpertMLP(experts, dim, hidden, kernels=kernels, **given)
+            for there in (x,) if brief else (x, packed.requires_grad_()):
+                y = module(there, ids, w)
+                y.backward(torch.empty_like(y))
         if not brief:
             y = GroupedLinear(experts, dim, hidden, kernels="triton", **given)(x, ids.new_empty(experts))
             y.backward(torch.empty_like(y))

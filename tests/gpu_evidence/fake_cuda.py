@@ -30,6 +30,7 @@ from trimtab.dispatch.options import ReplicationConfig
 from trimtab.dispatch.replica_route import ReplicaPlanner
 from trimtab.dispatch.transport import layer_frame
 from trimtab.experts.plan import plan_for
+from trimtab.experts.recipes import MXFP8, NVFP4, FP8Blockwise
 from trimtab.kernels import choose
 from trimtab.kernels.choose import KernelChoice
 from trimtab.operators import KERNELS
@@ -118,7 +119,7 @@ def fake_cuda(watch: Watch) -> Iterator[None]:
     KernelChoice._choose = lambda self, device, dtype: choose.get_backend(  # type: ignore[method-assign, assignment]
         self.candidates[0], device
     )
-    torch.cuda.device_of = Current  # type: ignore[assignment, misc]
+    torch.cuda.device_of = nullcontext  # type: ignore[assignment, misc]
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(  # type: ignore[assignment]
         major=9, minor=0, multi_processor_count=132
     )
@@ -141,16 +142,6 @@ def fake_cuda(watch: Watch) -> Iterator[None]:
     torch.tensor = tensor
     FakeTensor.tolist = lambda self: values(self, watch)  # type: ignore[method-assign, assignment]
     yield
-
-
-class Current:
-    """In place of torch.cuda.device_of."""
-
-    def __init__(self, tensor: Tensor) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 class Idle:
@@ -278,13 +269,13 @@ def fake_group() -> Any:
     return dist.group.WORLD
 
 
-def all_to_all(tokens: int = T, guard: bool = False, **more: Any) -> Steps:
+def all_to_all(tokens: int = T, guard: bool = False, kernels: str = "auto", **more: Any) -> Steps:
     """In a call that is not the first."""
     transport = AllToAll(fake_group(), guard=guard)
     if transport.guard is not None:
         transport.guard.waits, transport.guard._first = True, False
     dispatcher = Dispatcher(E, transport, **more)
-    module, x, (ids, w) = experts(E // P), rows(tokens), slots(tokens)
+    module, x, (ids, w) = experts(E // P, kernels=kernels), rows(tokens), slots(tokens)
     SENT.append(tokens)
     dispatcher.calls = 1
     facts.compare = lambda *args: None  # nobody else is there
@@ -333,12 +324,16 @@ CASES: dict[str, Callable[[], Steps]] = {
     "experts, triton": lambda: expert_mlp(kernels="triton"),
     "experts, bias": lambda: expert_mlp(bias=True),
     "experts, geglu": lambda: expert_mlp(activation="geglu"),
+    "experts, blockwise": lambda: expert_mlp(recipe=FP8Blockwise(backend="emulated"), kernels="triton"),
+    "experts, mxfp8": lambda: expert_mlp(recipe=MXFP8(backend="emulated"), kernels="triton"),
+    "experts, nvfp4": lambda: expert_mlp(recipe=NVFP4(backend="emulated"), kernels="triton"),
     "router": router,
     "router, groups": lambda: router(**DEEPSEEK),
     "plan": plan,
     "replicas": replicas,
     "layer": layer,
     "all-to-all": all_to_all,
+    "all-to-all, triton": lambda: all_to_all(kernels="triton"),
     "all-to-all, guarded": lambda: all_to_all(guard=True),
     "all-to-all, replicas": lambda: all_to_all(replication=ReplicationConfig(copy_cost=512)),
     "all-to-all, ordered": lambda: all_to_all(combine="ordered"),

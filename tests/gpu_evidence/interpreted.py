@@ -18,6 +18,7 @@ from helpers.triton_checks import FALLS, Case, experts_are_true, inputs_of
 from trimtab import ExpertMLP
 from trimtab.experts.activations import activate
 from trimtab.experts.plan import _by_sorts, plan_experts
+from trimtab.experts.recipes import FP8Rowwise
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.selftest import self_test
@@ -116,10 +117,10 @@ def plans() -> None:
     assert few.offsets_e.tolist() == [0, 5, 5]
 
 
-def layers(case: Case, **more: Any) -> None:
-    """Of biases and other activations, against the backend of PyTorch alone in float64's place: every gradient."""
+def layers(case: Case, true: str = "torch", at: torch.dtype = torch.float64, **more: Any) -> None:
+    """Of biases and other activations, against a backend of PyTorch alone, in float64: every gradient."""
     found = []
-    for kernels, dtype in ((CHOICE, torch.float32), (KernelChoice("torch"), torch.float64)):
+    for kernels, dtype in ((CHOICE, torch.float32), (KernelChoice(true), at)):
         torch.manual_seed(0)
         module = ExpertMLP(case.experts, case.dim, case.hidden, dtype=torch.float32, kernels=kernels, **more).to(dtype)
         x, ids, w, dy = inputs_of(replace(case, dtype=dtype), "cpu")
@@ -155,7 +156,8 @@ def main() -> None:
         print(f"experts {dtype}")
     for more in ({"bias": True}, {"activation": "geglu"}, {"activation": "gelu_tanh"}, {"activation": "relu_squared"}):
         layers(replace(experts, fall="dropped", dtype=torch.float32), **more)
-    print("biases and other activations")
+    layers(experts, "grouped_mm", torch.float32, recipe=FP8Rowwise(backend="emulated"))  # which pads with zeros
+    print("biases, other activations, a recipe")
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ def weight_grad(dtype: torch.dtype, gemms: Gemms, sizes: list[int], widths: Any,
     a, b = (with_tail(randn(R, width, dtype=dtype, seed=i)) for i, width in enumerate((A, B)))
     source = randn(20, A if which == "a" else B, dtype=dtype, seed=4)
     index = torch.randint(-1, 20, (R + TAIL,), generator=torch.Generator().manual_seed(5))
+    source = laid(source[None], "with gaps")[0] if layout and which == "a" else source
     read = torch.where((index < 0)[:, None], 0, source[index])
     true_a, true_b = read if which == "a" else a, read if which == "b" else b
     out = laid(torch.full((len(sizes), A, B), 2.0 if add else NAN, dtype=into or dtype), layout)
@@ -115,6 +116,7 @@ def experts(dtype: torch.dtype, gemms: Gemms, sizes: list[int], widths: Any) -> 
     down = randn(len(sizes), D, F, dtype=dtype, seed=4)
     index = torch.randint(-1, 20, (R + TAIL,), generator=torch.Generator().manual_seed(5))
     w = with_tail(torch.rand(R, generator=torch.Generator().manual_seed(6)))
+    x = laid(x[None], "with gaps")[0] if len(sizes) % 2 else x
     pre, h = torch.full((R + TAIL, 2 * F), 7.0, dtype=dtype), torch.full((R + TAIL, F), 7.0, dtype=dtype)
     swiglu.gate_up(x, index, up, offsets, pre, h, launch)
     d_pre, hw, dots = swiglu.hidden_grad(dy, index, down, w, offsets, pre, launch)

@@ -14,7 +14,7 @@ from helpers.triton_checks import FALLS, Case, experts_are_true, inputs_of, modu
 from trimtab.experts.plan import plan_experts
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.selftest import self_test
-from trimtab.kernels.triton import swiglu
+from trimtab.kernels.triton import moves, swiglu
 from trimtab.kernels.triton.language import (
     BAND,
     Gemms,
@@ -98,6 +98,7 @@ def main() -> None:
             plan_is_true(Case(fall=fall, rows=rows), "cpu", 1)
         plan_is_true(Case(fall=fall, rows=20, experts=5, top_k=3), "cpu", 8)
         print(f"plan {fall}")
+    moves.STEP = 2
     plan_is_true(Case(fall="dropped", rows=2200), "cpu", 1)  # more chunks than the scan takes in a step
     ids_in_any_integers()
     print("plan of many chunks")

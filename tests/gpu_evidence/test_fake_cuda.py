@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from helpers.commands import with_tests
+from trimtab.dispatch.over_group import pack, unpack
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
 needs_guard = [
@@ -39,12 +40,16 @@ WITH_TRITON = {
     "experts, triton": Budget(8, 10),
     "experts, bias": Budget(23, 37),
     "experts, geglu": Budget(9, 12),
+    "experts, blockwise": Budget(105, 206),
+    "experts, mxfp8": Budget(117, 234),
+    "experts, nvfp4": Budget(171, 572),
     "router": Budget(14),
     "router, groups": Budget(26),
     "plan": Budget(3),
     "replicas": Budget(28),
     "layer": Budget(35, 20),
     "all-to-all": Budget(86, 23, waits=1),
+    "all-to-all, triton": Budget(85, 21, waits=1),
     "all-to-all, guarded": Budget(87, 23, waits=1),
     "all-to-all, replicas": Budget(131, 41, waits=1),
     "all-to-all, ordered": Budget(111, 31, waits=1),
@@ -84,6 +89,19 @@ def test_a_path_launches_no_more_than_its_budget_and_waits_once_at_most(case: st
 @pytest.mark.parametrize("case", ALONE)
 def test_so_does_pytorch_alone(case: str) -> None:
     check(counts("--no-triton")[case], ALONE[case])
+
+
+class Elsewhere(torch.Tensor):
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize(("width", "skipped"), [(4, 0), (4, 3), (3, 0)])
+def test_a_device_packs_the_bytes_that_the_host_packs(width: int, skipped: int) -> None:
+    x, ids, tokens = torch.randn(60).half()[skipped:], torch.randint(0, 9, (9, 3)), torch.tensor([8, 0, 3, 3])
+    parts = [x[: 9 * width].view(9, width), ids, ids.int()]
+    there = pack([t.as_subclass(Elsewhere) for t in parts], tokens)  # type: ignore[type-var]
+    for got, part in zip(unpack(there, parts), parts, strict=True):
+        assert torch.equal(got.as_subclass(torch.Tensor), part[tokens])
 
 
 @pytest.mark.parametrize(("case", "tokens"), [("", 4096), (", few tokens", 36), (", no tokens", 0)])

@@ -93,7 +93,11 @@ def pack(
         if row_token_M is None:
             part.copy_(tensor.detach())
         else:
-            torch.index_select(tensor.detach(), 0, row_token_M, out=part)
+            source, each = tensor.detach(), 8 // tensor.element_size()
+            whole = source.device.type != "cpu" and source.is_contiguous() and source.shape[1] % each == 0
+            if whole and source.storage_offset() % each == 0:  # a GPU copies element by element
+                source, part = source.view(torch.int64), part.view(torch.int64)
+            torch.index_select(source, 0, row_token_M, out=part)
     return out
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -29,6 +28,7 @@ from trimtab.experts.recipes.base import Along, Operands, Role
 from trimtab.experts.recipes.hardware import Engine
 from trimtab.kernels.api import Backend, put
 from trimtab.kernels.choose import name_of
+from trimtab.kernels.rows import expand_rows
 from trimtab.layout import align_up
 
 Kept = tuple[Tensor, ...]
@@ -51,7 +51,7 @@ class LowPrecisionProducts:
     def forward(self, x_SA: Tensor, w_eAB: Tensor, bias_eB: Tensor | None = None) -> Tensor:
         """[S, B] in x's dtype."""
         y = self._product(x_SA, w_eAB, "activation", bias_eB)
-        return y if bias_eB is None or self.engine is None else y + self.expanded(bias_eB, y.shape[0])
+        return y if bias_eB is None or self.engine is None else y + expand_rows(bias_eB, self.offsets_e, y.shape[0])
 
     def dgrad(self, dy_SB: Tensor, w_eAB: Tensor) -> Tensor:
         """[S, A] in dy's dtype."""
@@ -74,11 +74,6 @@ class LowPrecisionProducts:
         dw_eBA = self.engine.wgrad((x[0], x[1]), (dy[0], dy[1]), self.offsets_e).transpose(1, 2)
         for target, value, add in zip(out, [dw_eBA] if stacked else dw_eBA.unbind(), adds, strict=True):
             put(target, value, add)
-
-    def expanded(self, values_eC: Tensor, rows: int) -> Tensor:
-        """Each group's row of values for each of its rows, zero behind the last segment: [rows, C]."""
-        group_S = torch.searchsorted(self.offsets_e[1:], torch.arange(rows, device=values_eC.device), right=True)
-        return pad(values_eC, (0, 0, 0, 1)).index_select(0, group_S)
 
     def _product(self, rows_SC: Tensor, w_eAB: Tensor, role: Role, bias_eN: Tensor | None = None) -> Tensor:
         """Rows times w, contracted along "in" for activations, or times w^T, contracted along "out": [S, N]."""

@@ -14,8 +14,6 @@ Legend: M rows, K slots per row, R expert rows, e local experts, D model dim, I 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -39,7 +37,7 @@ def covers(p: Pass) -> bool:
 
 def forward(p: Pass, keep: bool) -> tuple[Tensor, Tensor | None]:
     """y [M, D], and with `keep` the pre-activations [R, I]."""
-    x, plan, launch = p.x.contiguous(), p.plan, _launch(p)
+    x, plan, launch = p.x, p.plan, p.kernels.launch  # type: ignore[attr-defined]
     up_eDI, down_eFD, weight_R = _read(p)
     rows, hidden = plan.row_R.shape[0], down_eFD.shape[1]
     pre = x.new_empty(rows if keep else 0, 2 * hidden)
@@ -51,7 +49,7 @@ def forward(p: Pass, keep: bool) -> tuple[Tensor, Tensor | None]:
 
 def backward(p: Pass, dy: Tensor, pre: Tensor, need_x: bool, d_pre_RI: None) -> tuple[Tensor | None, Tensor]:
     """dx [M, D] and dw [M, K]; see `passes.backward`, which is there for weight gradients that come later."""
-    x, dy, plan, launch = p.x.contiguous(), dy.contiguous(), p.plan, _launch(p)
+    x, dy, plan, launch = p.x, dy.contiguous(), p.plan, p.kernels.launch  # type: ignore[attr-defined]
     up_eDI, down_eFD, weight_R = _read(p)
     d_pre, hw, dots = hidden_grad(dy, plan.row_R, down_eFD.transpose(1, 2), weight_R, plan.offsets_e, pre, launch)
     dw = slot_grads(dots.sum(1).to(p.w.dtype), plan, p.w)
@@ -65,7 +63,7 @@ def backward(p: Pass, dy: Tensor, pre: Tensor, need_x: bool, d_pre_RI: None) -> 
 
 
 def _write(p: Pass, x: Tensor, dy: Tensor, hw: Tensor, d_pre: Tensor) -> None:
-    row_R, offsets, launch = p.plan.row_R, p.plan.offsets_e, _launch(p)
+    row_R, offsets, launch = p.plan.row_R, p.plan.offsets_e, p.kernels.launch  # type: ignore[attr-defined]
     up_sink, down_sink = p.sinks
     if down_sink is not None and (down := down_sink.into[0]) is not None:
         there = by_row(down, p.down.transposed)
@@ -82,8 +80,3 @@ def _read(p: Pass) -> tuple[Tensor, Tensor, Tensor]:
     """The weights as [e, in, out], and the routing weight of each expert row."""
     up, down = (by_row(cast(joined(w.values[0]), p.x.dtype, p.kernels), w.transposed) for w in (p.up, p.down))
     return up, down, slot_weights(p.w, p.plan)[:, 0].float()
-
-
-def _launch(p: Pass) -> Any:
-    assert isinstance(p.kernels, TritonBackend)
-    return p.kernels.launch

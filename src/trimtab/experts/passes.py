@@ -126,7 +126,7 @@ class Pass:
     def gather(self, x: Tensor, block: Block) -> Tensor:
         index_R = self.plan.row_R[block.rows]
         if self.low_precision is not None:
-            return gather_padded(x, index_R)
+            return getattr(self.kernels, "gather_padded", gather_padded)(x, index_R)
         return self.kernels.gather(x, index_R).to(self.up_product.wide)
 
     def rows_of(self, width: int) -> Tensor | None:

@@ -68,6 +68,12 @@ def gather_padded(x_nD: Tensor, index: Tensor) -> Tensor:
     return gather_rows(padded, torch.where(index < 0, x_nD.shape[0], index))
 
 
+def expand_rows(values_eD: Tensor, offsets_e: Tensor, rows: int) -> Tensor:
+    """Each segment's row of values for each of its rows, zero behind the last segment: [rows, D]."""
+    segment_R = torch.searchsorted(offsets_e[1:], torch.arange(rows, device=values_eD.device), right=True)
+    return torch.cat((values_eD, values_eD.new_zeros(1, values_eD.shape[1]))).index_select(0, segment_R)
+
+
 def combine_rows(rows_nD: Tensor, csr: Csr, weights_n: Tensor | None = None) -> Tensor:
     """Sum of each bag's rows, in the order of the bag, accumulated in at least float32: [n, D].
 

@@ -17,7 +17,7 @@ from trimtab.errors import BackendError
 from trimtab.kernels.api import Block, as_it_lies, put
 from trimtab.kernels.buffer_pool import shared_pool
 from trimtab.kernels.compiler import multiplies_bf16
-from trimtab.kernels.rows import Csr, combine_rows, gather_padded, gather_rows
+from trimtab.kernels.rows import Csr, combine_rows, expand_rows, gather_padded, gather_rows
 from trimtab.kernels.tensor_checks import row_major
 
 
@@ -112,7 +112,7 @@ class GroupedMMBackend:
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise BackendError(f"torch.nn.functional.grouped_mm has no {dtype}: use kernels 'torch' on the CPU")
+            raise BackendError(f"kernels {self.name!r} have no {dtype}: use kernels 'torch' on the CPU")
         return dtype
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
@@ -143,9 +143,7 @@ class GroupedMMBackend:
         return combine_rows(rows_RA, Csr(indices=index, indptr=block.offsets_e))
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
-        rows = torch.arange(block.rows.stop, device=values_eA.device)
-        expert_R = torch.searchsorted(block.offsets_e[1:], rows, right=True)
-        return torch.cat((values_eA, values_eA.new_zeros(1, values_eA.shape[1]))).index_select(0, expert_R)
+        return expand_rows(values_eA, block.offsets_e, block.rows.stop)
 
     def _check_widths(self, widths: Sequence[int], rows: Tensor) -> None:
         """torch takes rows of multiples of 16 bytes alone, and says so in the middle of a call."""

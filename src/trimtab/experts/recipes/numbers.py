@@ -94,9 +94,8 @@ class Blocks:
 
     def amax(self) -> Tensor:
         """Of each block: [e, m] for whole segments, [n, m] for others of rows, [e, n, m] for weights."""
-        if self.by_segment:
-            return self._segment_amax(_amax(self.x, 1, self.columns))
-        return _amax(self.x, self.rows, self.columns)
+        amax = _amax(self.x, self.rows or 1, self.columns)
+        return self._segment_amax(amax) if self.by_segment else amax
 
     def tensor_amax(self, amax: Tensor) -> Tensor:
         """Of the segment or matrix that each block is in, from each block's, of `ROWS_PER_STEP` rows at most: [n, 1] or

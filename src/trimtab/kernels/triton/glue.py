@@ -1,6 +1,5 @@
 """The backend "grouped_mm+triton": PyTorch's grouped GEMM, and between its products kernels bound by memory alone, each
-one launch. They have no tiles to tune, so that they are as good on any GPU. Never run on a GPU: run in Triton's
-interpreter against float64.
+one launch. They have no tiles to tune, so that they are as good on any GPU.
 
     activate            h = w * f(pre)
     activate_backward   d_pre = w * dh * f'(pre), w * h for the gradient of down, and the routing weight's gradient,
@@ -21,16 +20,12 @@ import torch
 from torch import Tensor
 
 from trimtab.kernels.api import Block, as_it_lies
-from trimtab.kernels.rows import Csr, ExpertPlan
+from trimtab.kernels.rows import Csr
 from trimtab.kernels.tensor_checks import row_major
 from trimtab.kernels.torch_mm import GroupedMMBackend
+from trimtab.kernels.triton import GATED, WORDS
 from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, tl, triton
-from trimtab.kernels.triton.moves import combine, gather, place_slots
-
-BLOCK = 1024
-WORDS = ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu_squared")
-"""Activations that the kernels know; the first `GATED` have a gate."""
-GATED = 3
+from trimtab.kernels.triton.moves import BLOCK, block_of, combine, gather, place_slots
 
 
 def _slope(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -134,15 +129,11 @@ activate_backward_kernel = kernel(_activate_backward)
 write_kernel = kernel(_write)
 
 
-def _block(width: int) -> int:
-    return min(BLOCK, triton.next_power_of_2(width))  # type: ignore[no-any-return]
-
-
 def activate(word: str, pre_RI: Tensor, w_MK: Tensor, slot_R: Tensor) -> Tensor:
     """h [R, F], weighted. pre, w contiguous; w float32; word: one of `WORDS`."""
     act, rows = WORDS.index(word), pre_RI.shape[0]
     hidden = pre_RI.shape[1] // (2 if act < GATED else 1)
-    h, block = pre_RI.new_empty(rows, hidden), _block(hidden)
+    h, block = pre_RI.new_empty(rows, hidden), block_of(hidden)
     if rows:
         with on_device_of(pre_RI):
             activate_kernel[(rows, triton.cdiv(hidden, block))](
@@ -162,7 +153,7 @@ def activate_backward(
         with on_device_of(pre_RI):
             activate_backward_kernel[(rows,)](
                 pre_RI, dh_RF, w_MK, slot_R, more_R, d_pre, hw, dw, hidden, ACT=act, GATE=act < GATED,
-                WEIGHTED=weighted, MORE=more_R is not None, BLOCK=_block(hidden), num_warps=4, **FUSED,
+                WEIGHTED=weighted, MORE=more_R is not None, BLOCK=block_of(hidden), num_warps=4, **FUSED,
             )  # fmt: skip
     return d_pre, hw, dw
 
@@ -183,8 +174,7 @@ class GluedBackend(GroupedMMBackend):
     name = "grouped_mm+triton"
     words = WORDS
 
-    def place_on_device(self, ids_MK: Tensor, num_experts: int, alignment: int, num_slots: int | None) -> ExpertPlan:
-        return place_slots(ids_MK, num_experts, alignment=alignment, num_slots=num_slots)
+    place_on_device, gather_padded = staticmethod(place_slots), staticmethod(gather)
 
     def gather(self, x: Tensor, index_R: Tensor) -> Tensor:
         return gather(x, index_R)

@@ -132,6 +132,13 @@ def on_device_of(tensor: Tensor) -> torch.cuda.device_of:
     return torch.cuda.device_of(tensor)  # type: ignore[no-untyped-call]
 
 
+def row_step(t_nD: Tensor) -> tuple[Tensor, int, int]:
+    """(t, step, UNIT): rows begin step * UNIT apart. The compiler sees units of 16 bytes, and loads as wide."""
+    t_nD = t_nD if t_nD.stride(1) == 1 or t_nD.shape[1] == 1 else t_nD.contiguous()
+    unit = 8 if t_nD.stride(0) % 8 == 0 else 1
+    return t_nD, t_nD.stride(0) // unit, unit
+
+
 def _tiles_of(offsets, index, experts, rows, TAIL: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The number of tiles of each of these segments."""
     starts = tl.load(offsets + index, mask=index <= experts, other=0)

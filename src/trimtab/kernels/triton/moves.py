@@ -2,7 +2,8 @@
 
     place_slots   in three launches: `count`, each chunk's slots for each expert; `scan`, one program, running sums over
                   the chunks and the experts' offsets, aligned; `place`, slot -> its expert's offset + that expert's
-                  slots in the chunks before + those before it in its own. Scratch: an int32 per chunk and expert
+                  slots in the chunks before + those before it in its own. Scratch: an int32 per chunk and expert.
+                  Chunks are long, for `scan` takes one after the other, and `place` takes parts of them
     gather        x[index]
     combine       sums over bags in the bag's order, in float32
 
@@ -12,38 +13,50 @@ D row width.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from trimtab.kernels.rows import Csr, ExpertPlan
-from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, segments_power, tl, triton
+from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, row_step, segments_power, tl, triton
 from trimtab.validation import wide_ids
 
 BLOCK = 1024
-CHUNK = 128
+CHUNK, PART = 1024, 128
 STEP, SCANNED = 32, 16384
 """Chunks that are summed up in a step, and counts of theirs at most: more do not fit the memory of AMD's blocks."""
 
 
+def _key(ids, slot, slots, experts):  # type: ignore[no-untyped-def]
+    """The expert of each of these slots, `experts` for one that is dropped or none."""
+    expert = tl.load(ids + slot, mask=slot < slots, other=-1)
+    kept = (expert >= 0) & (expert < experts)  # before it is narrowed: a wild id must not wrap around to a good one
+    return tl.where(kept, expert, experts).to(tl.int32)
+
+
+key_of = triton.jit(_key)
+
+
 def _count(  # type: ignore[no-untyped-def]
-    ids, counts, slot_R, row_R, bag_index, slots, experts, total, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+    ids, counts, slot_R, row_R, bag_index, slots, experts, total, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Column e of `counts` [C, EXPERTS] is the number of kept slots; the columns behind it are zero. And what is behind
     the last segment: -1 in `slot_R` and `row_R`, 0 in `bag_index`."""
     chunk = tl.program_id(0)
+    column = tl.arange(0, EXPERTS)
+    found = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for first in range(chunk * CHUNK, chunk * CHUNK + CHUNK, PART):
+        found += tl.histogram(key_of(ids, first + tl.arange(0, PART), slots, experts), EXPERTS)
+    tl.store(counts + chunk * EXPERTS + column, tl.where(column == experts, CHUNK - found, found))
     for first in range(chunk * CHUNK, total, tl.num_programs(0) * CHUNK):
         place = first + tl.arange(0, CHUNK)
         nothing = tl.zeros((CHUNK,), dtype=tl.int64)
         tl.store(slot_R + place, nothing - 1, mask=place < total)
         tl.store(row_R + place, nothing - 1, mask=place < total)
         tl.store(bag_index + place, nothing, mask=place < total)
-    slot = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert = tl.load(ids + slot, mask=slot < slots, other=-1)
-    kept = (expert >= 0) & (expert < experts)  # before it is narrowed: a wild id must not wrap around to a good one
-    column = tl.arange(0, EXPERTS)
-    found = tl.histogram(tl.where(kept, expert, experts).to(tl.int32), EXPERTS)
-    found = tl.where(column < experts, found, tl.where(column == experts, tl.sum(kept.to(tl.int32), axis=0), 0))
-    tl.store(counts + chunk * EXPERTS + column, found)
 
 
 def _scan(  # type: ignore[no-untyped-def]
@@ -75,25 +88,29 @@ def _place(  # type: ignore[no-untyped-def]
     row_R,  # [R] int64, -1 before
     bag_index,  # int64, a place for each kept slot, in slot order
     bag_offsets,  # [M + 1] int64
-    slots, experts, top_k, total, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    slots, experts, top_k, total, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0)
-    lane = tl.arange(0, CHUNK)
-    slot = chunk * CHUNK + lane
-    expert = tl.load(ids + slot, mask=slot < slots, other=-1)
-    kept = (expert >= 0) & (expert < experts)
-    key = tl.where(kept, expert, experts).to(tl.int32)
+    start = tl.program_id(0) * PART
+    lane = tl.arange(0, PART)
+    slot = start + lane
+    key = key_of(ids, slot, slots, experts)
+    kept = key < experts
+    before += start // CHUNK * EXPERTS
     earlier = (key[:, None] == key[None, :]) & (lane[None, :] < lane[:, None])
-    place = tl.load(offsets_e + key, mask=kept, other=0) + tl.load(before + chunk * EXPERTS + key, mask=kept, other=0)
+    place = tl.load(offsets_e + key, mask=kept, other=0) + tl.load(before + key, mask=kept, other=0)
     place += tl.sum(earlier.to(tl.int32), axis=1)
+    through = tl.load(before + experts)
+    for first in range(start // CHUNK * CHUNK, start, PART):
+        other = key_of(ids, first + lane, slots, experts)
+        place += tl.sum((key[:, None] == other[None, :]).to(tl.int32), axis=1)
+        through += tl.sum((other < experts).to(tl.int32), axis=0)
     fits = kept & (place < total)  # a caller who promised fewer slots than there are gets no wild write
     tl.store(slot_R + place, slot.to(tl.int64), mask=fits)
     tl.store(row_R + place, (slot // top_k).to(tl.int64), mask=fits)
-    one = kept.to(tl.int32)
-    through = (tl.load(before + chunk * EXPERTS + experts) + tl.cumsum(one, axis=0)).to(tl.int64)
+    through = (through + tl.cumsum(kept.to(tl.int32), axis=0)).to(tl.int64)
     tl.store(bag_index + through - 1, place.to(tl.int64), mask=fits & (through <= total))
     tl.store(bag_offsets + (slot + 1) // top_k, through, mask=(slot < slots) & ((slot + 1) % top_k == 0))
-    tl.store(bag_offsets + lane, tl.zeros((CHUNK,), dtype=tl.int64), mask=(slot == lane) & (lane == 0))
+    tl.store(bag_offsets + lane, tl.zeros((PART,), dtype=tl.int64), mask=(slot == lane) & (lane == 0))
 
 
 count_kernel = kernel(_count, "slots", "experts", "total")
@@ -101,7 +118,7 @@ scan_kernel = kernel(_scan, "chunks", "experts", "alignment", "total")
 place_kernel = kernel(_place, "slots", "experts", "top_k", "total")
 
 
-def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None) -> ExpertPlan:
+def place_slots(ids_MK: Tensor, num_experts: int, alignment: int = 1, num_slots: int | None = None) -> ExpertPlan:
     """Group the slots of `ids_MK` by expert; ids outside 0..e - 1 are dropped. Nothing is read back to the host.
 
     Args:
@@ -113,10 +130,7 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
     slots = rows * top_k
     total = (slots if num_slots is None else min(num_slots, slots)) + num_experts * (alignment - 1)
     chunks = max(1, triton.cdiv(slots, CHUNK))
-
-    def made(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int64, device=ids_MK.device)
-
+    made = partial(torch.empty, dtype=torch.int64, device=ids_MK.device)
     places = ExpertPlan(
         slot_R=made(total), row_R=made(total), bag_index=made(total), bag_offsets=made(rows + 1),
         counts_e=made(num_experts), offsets_e=made(num_experts + 1),
@@ -125,31 +139,31 @@ def place_slots(ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slo
     with on_device_of(ids_MK):
         count_kernel[(chunks,)](
             ids_MK, counts, places.slot_R, places.row_R, places.bag_index, slots, num_experts, total, EXPERTS=power,
-            CHUNK=CHUNK, num_warps=4, **FUSED,
+            CHUNK=CHUNK, PART=PART, num_warps=4, **FUSED,
         )  # fmt: skip
         scan_kernel[(1,)](
             counts, places.counts_e, places.offsets_e, chunks, num_experts, alignment, total, EXPERTS=power,
             STEP=min(STEP, SCANNED // power), num_warps=8, **FUSED,
         )  # fmt: skip
-        place_kernel[(chunks,)](
+        place_kernel[(max(1, triton.cdiv(slots, PART)),)](
             ids_MK, counts, places.offsets_e, places.slot_R, places.row_R, places.bag_index, places.bag_offsets, slots,
-            num_experts, top_k, total, EXPERTS=power, CHUNK=CHUNK, num_warps=8, **FUSED,
+            num_experts, top_k, total, EXPERTS=power, CHUNK=CHUNK, PART=PART, num_warps=8, **FUSED,
         )  # fmt: skip
     return places
 
 
-def _gather(x, index, out, rows, width, x_row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gather(x, index, out, rows, width, x_row, UNIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One row's block of columns; zeros where the index is -1."""
     row = tl.program_id(0).to(tl.int64)
     if row >= rows:
         return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(index + row)
-    value = tl.load(x + source * x_row + column, mask=column < tl.where(source >= 0, width, 0), other=0.0)
+    value = tl.load(x + source * (x_row * UNIT) + column, mask=column < tl.where(source >= 0, width, 0), other=0.0)
     tl.store(out + row * width + column, value, mask=column < width)
 
 
-def _combine(rows, index, offsets, out, bags, width, row_step, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _combine(rows, index, offsets, out, bags, width, row, UNIT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One bag's block of columns."""
     bag = tl.program_id(0).to(tl.int64)
     if bag >= bags:
@@ -158,41 +172,35 @@ def _combine(rows, index, offsets, out, bags, width, row_step, BLOCK: tl.constex
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in range(tl.load(offsets + bag), tl.load(offsets + bag + 1)):
         source = tl.load(index + i)
-        total += tl.load(rows + source * row_step + column, mask=column < width, other=0.0).to(tl.float32)
+        total += tl.load(rows + source * (row * UNIT) + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(out + bag * width + column, total.to(out.dtype.element_ty), mask=column < width)
-
-
-def _in_rows(t_nD: Tensor) -> Tensor:
-    """Its values one after the other within a row."""
-    return t_nD if t_nD.stride(1) == 1 or t_nD.shape[1] == 1 else t_nD.contiguous()
 
 
 gather_kernel = kernel(_gather, "rows")
 combine_kernel = kernel(_combine, "bags")
 
 
-def gather(x_nD: Tensor, index_R: Tensor) -> Tensor:
-    """x[index], and a row of zeros where the index is -1: [R, D]. Rows of x may be parts of longer ones."""
-    x_nD = _in_rows(x_nD)
-    (rows,), width = index_R.shape, x_nD.shape[1]
-    out = x_nD.new_empty(rows, width)
-    block = min(BLOCK, triton.next_power_of_2(width))
-    grid = (max(rows, 1), triton.cdiv(width, block))  # a grid has a program at least
-    with on_device_of(x_nD):
-        gather_kernel[grid](x_nD, index_R, out, rows, width, x_nD.stride(0), BLOCK=block, num_warps=4, **FUSED)
+def block_of(width: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(width))  # type: ignore[no-any-return]
+
+
+def _move(kernel: Any, source_nD: Tensor, rows: int, *by: Tensor) -> Tensor:
+    """A launch for so many rows that come out, from rows that may be parts of longer ones."""
+    source_nD, step, unit = row_step(source_nD)
+    width = source_nD.shape[1]
+    out, block = source_nD.new_empty(rows, width), block_of(width)
+    with on_device_of(out):
+        kernel[(max(rows, 1), triton.cdiv(width, block))](  # a grid has a program at least
+            source_nD, *by, out, rows, width, step, UNIT=unit, BLOCK=block, num_warps=4, **FUSED
+        )
     return out
+
+
+def gather(x_nD: Tensor, index_R: Tensor) -> Tensor:
+    """x[index], and a row of zeros where the index is -1: [R, D]."""
+    return _move(gather_kernel, x_nD, index_R.shape[0], index_R)
 
 
 def combine(rows_nD: Tensor, csr: Csr) -> Tensor:
-    """Sum of each bag's rows in its order, in float32, rounded once: [M, D]. Rows may be parts of longer ones."""
-    rows_nD = _in_rows(rows_nD)
-    bag_count, width = csr.indptr.shape[0] - 1, rows_nD.shape[1]
-    out = torch.empty(bag_count, width, dtype=rows_nD.dtype, device=rows_nD.device)
-    block = min(BLOCK, triton.next_power_of_2(width))
-    grid = (max(bag_count, 1), triton.cdiv(width, block))
-    with on_device_of(rows_nD):
-        combine_kernel[grid](
-            rows_nD, csr.indices, csr.indptr, out, bag_count, width, rows_nD.stride(0), BLOCK=block, num_warps=4,
-            **FUSED,
-        )  # fmt: skip
-    return out
+    """Sum of each bag's rows in its order, in float32, rounded once: [M, D]."""
+    return _move(combine_kernel, rows_nD, csr.indptr.shape[0] - 1, csr.indices, csr.indptr)

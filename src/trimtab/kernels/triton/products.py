@@ -1,8 +1,6 @@
 """The backend "triton": grouped products, and weight gradients with either operand gathered on load, of all experts at
 once, sizes on the device. Expert MLPs with SwiGLU take the fused kernels of `trimtab.experts.on_triton`.
 
-Never run on a GPU: run in Triton's interpreter against float64, and compiled for five GPUs.
-
     grouped_rows   y[segment i] = scale * (x[segment i] @ w[i]); weighted at the end
     weight_grad    dw[i] = a[segment i]^T @ b[segment i]; an empty segment writes zeros, or adds nothing
 
@@ -11,10 +9,8 @@ Legend: R rows of all segments, n rows of an operand before its gather, e expert
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from trimtab.errors import BackendError
 from trimtab.kernels.api import Block
 from trimtab.kernels.triton.glue import GluedBackend
 from trimtab.kernels.triton.language import (
@@ -23,6 +19,7 @@ from trimtab.kernels.triton.language import (
     kernel,
     of_rows,
     of_weight,
+    row_step,
     segment_tiles,
     segments_power,
     tile_of,
@@ -30,7 +27,6 @@ from trimtab.kernels.triton.language import (
     triton,
 )
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PART = tl.constexpr(32)
 """Columns that are written at once: the addresses of more spill."""
 
@@ -122,14 +118,15 @@ put = triton.jit(_put)
 
 
 def _weight_grad(  # type: ignore[no-untyped-def]
-    a,  # [n, A]
+    a,  # [n, A]; with GATHER_A rows may lie apart
     a_index,  # [R] int64, only with GATHER_A
     b,  # [n, B]
     b_index,  # [R] int64, only with GATHER_B
     offsets,  # [e + 1] int64
     out,  # [e, A, B], any strides and dtype
-    experts, a_width, b_width, out_e, out_a, out_b, GATHER_A: tl.constexpr, GATHER_B: tl.constexpr,
-    ADD: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    experts, a_width, b_width, a_row, out_e, out_a, out_b, UNIT: tl.constexpr, GATHER_A: tl.constexpr,
+    GATHER_B: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(a_width, BM)
     down = tl.cdiv(b_width, BN)
@@ -146,9 +143,9 @@ def _weight_grad(  # type: ignore[no-untyped-def]
             a_read = lane < end - row
             b_read = lane < end - row
             if GATHER_A:
-                a_row = tl.load(a_index + row + lane, mask=a_read, other=-1)
-                a_read = a_row >= 0
-                a_at = a + a_row[:, None] * a_width + i[None, :]
+                source = tl.load(a_index + row + lane, mask=a_read, other=-1)
+                a_read = source >= 0
+                a_at = a + (source[:, None] * a_row * UNIT + i[None, :])  # in this order nothing spills
             else:
                 a_at = a + row * a_width + lane[:, None] * a_width + i[None, :]
             if GATHER_B:
@@ -180,16 +177,16 @@ def weight_grad(
     """Into `out_eAB`, whatever it held; with `add` on top of what it held.
 
     Args:
-        a_nA, b_nB: contiguous, one dtype; [R, *] themselves, or any rows that their index names (-1: zeros).
+        a_nA, b_nB: contiguous (an a with an index in its rows alone), one dtype; [R, *], or rows by index (-1: zeros).
         offsets_e: [e + 1] int64. out_eAB: any strides and dtype.
     """
     gathered, (experts, a_width, b_width) = a_index_R is not None or b_index_R is not None, out_eAB.shape
-    tiles = launch.tiles("wgrad_gathered" if gathered else "wgrad", a_nA)
+    tiles, (a_nA, step, unit) = launch.tiles("wgrad_gathered" if gathered else "wgrad", a_nA), row_step(a_nA)
     bound = experts * triton.cdiv(a_width, tiles.m) * triton.cdiv(b_width, tiles.n)
     launch.run(
         weight_grad_kernel, tiles, bound, a_nA, a_index_R, b_nB, b_index_R, offsets_e, out_eAB, experts, a_width,
-        b_width, *out_eAB.stride(), GATHER_A=a_index_R is not None, GATHER_B=b_index_R is not None, ADD=add,
-        EVEN=a_width % tiles.m == 0 and b_width % tiles.n == 0,
+        b_width, step, *out_eAB.stride(), UNIT=unit, GATHER_A=a_index_R is not None, GATHER_B=b_index_R is not None,
+        ADD=add, EVEN=a_width % tiles.m == 0 and b_width % tiles.n == 0,
     )  # fmt: skip
 
 
@@ -200,11 +197,6 @@ class TritonBackend(GluedBackend):
 
     def __init__(self, launch: Launch | None = None) -> None:
         self.launch = Launch() if launch is None else launch
-
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        if dtype not in DTYPES:
-            raise BackendError(f"kernels 'triton' have no {dtype}: use kernels 'torch' on the CPU")
-        return dtype
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         y = x_RA.new_empty(x_RA.shape[0], w_eAB.shape[2]) if out is None or not out.is_contiguous() else out

@@ -22,6 +22,7 @@ from trimtab.kernels.triton.language import (
     kernel,
     of_rows,
     of_weight,
+    row_step,
     segment_tiles,
     segments_power,
     tile_of,
@@ -37,8 +38,8 @@ def _gate_up(  # type: ignore[no-untyped-def]
     offsets,  # [e + 1] int64
     pre,  # [R, 2F], only with KEEP
     h,  # [R, F]
-    experts, rows, dim, hidden, up_e, up_i, up_d, KEEP: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    experts, rows, dim, hidden, x_row, up_e, up_i, up_d, UNIT: tl.constexpr, KEEP: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(hidden, BN)
     total = segment_tiles(offsets, experts, rows, False, EXPERTS, BM) * columns
@@ -53,7 +54,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         value = tl.zeros((BM, BN), dtype=tl.float32)
         for step in range(0, dim, BK):
             d = step + tl.arange(0, BK)
-            x_at = x + source[:, None] * dim + d[None, :]
+            x_at = x + source[:, None] * (x_row * UNIT) + d[None, :]
             gate_at = up + expert * up_e + d[:, None] * up_d + f[None, :] * up_i
             left = of_rows(x_at, read, d < dim, EVEN, WIDE)
             right = of_weight(gate_at, d < dim, f < hidden, EVEN, WIDE)
@@ -87,16 +88,16 @@ def gate_up(
     """Into `pre_RI` [R, 2F], if there is one, and `h_RF`, both contiguous; rows behind the last segment are left.
 
     Args:
-        x_nD: contiguous. index_R: int64 rows of x, -1 for a row of zeros.
+        x_nD: rows may be parts of longer ones. index_R: int64 rows of x, -1 for a row of zeros.
         up_eID: [e, 2F, D], gate first, any strides, x's dtype.
         offsets_e: [e + 1] int64.
     """
-    (experts, _, dim), (rows, hidden) = up_eID.shape, h_RF.shape
+    (experts, _, dim), (rows, hidden), (x_nD, step, unit) = up_eID.shape, h_RF.shape, row_step(x_nD)
     tiles = launch.tiles("gate_up", x_nD)
     bound = (triton.cdiv(rows, tiles.m) + experts) * triton.cdiv(hidden, tiles.n)
     launch.run(
         gate_up_kernel, tiles, bound, x_nD, index_R, up_eID, offsets_e, pre_RI, h_RF, experts, rows, dim, hidden,
-        *up_eID.stride(), KEEP=pre_RI is not None, EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0,
+        step, *up_eID.stride(), UNIT=unit, KEEP=pre_RI is not None, EVEN=dim % tiles.k == 0 and hidden % tiles.n == 0,
         EXPERTS=segments_power(experts),
     )  # fmt: skip
 
