@@ -17,10 +17,6 @@ from trimtab.errors import ConfigError
 from trimtab.optim.exchange import cuts_of
 
 pytest.importorskip("torchtitan.models.common.moe", reason="torchtitan is not a dependency and is not installed")
-NAMES = {
-    "deepseek_v3": ("deepseekv3", "debugmodel"), "qwen3": ("qwen3", "debugmodel_moe"),
-    "gpt_oss": ("gptoss", "debugmodel"),
-}  # fmt: skip
 NO_MUON = ("tok_embeddings.weight", "lm_head.weight", "router.gate.weight")
 
 
@@ -30,7 +26,7 @@ def theirs(family: str, backend: str, tp: int, ep: int) -> tuple[Any, dict[str, 
     from torchtitan import config as of_titan
     from torchtitan.distributed.utils import set_spmd_backend
 
-    ranks, (short, name) = dist.get_world_size(), NAMES[family]
+    ranks, short, name = dist.get_world_size(), family.replace("_", ""), "debugmodel" + "_moe" * (family == "qwen3")
     parallel_dims.device_type = "cpu"  # taken for "cuda" where there is no accelerator
     set_spmd_backend(backend)
     home, sharding = (importlib.import_module(f"torchtitan.models.{family}{part}") for part in ("", ".sharding"))
