@@ -16,6 +16,8 @@ import torch
 
 from benchmarks import (
     adapters,
+    frozen,
+    frozen_step,
     imbalance,
     loading,
     megatron,
@@ -40,7 +42,7 @@ from benchmarks.race import Pace
 from benchmarks.result import Record
 from benchmarks.subject import BOTH, FORWARD
 from benchmarks.table import as_text, case_words, contestants_table, memory_table
-from benchmarks.task import Task, run_task, write, write_record
+from benchmarks.task import Task, read_record, run_task, write, write_record
 from benchmarks.workloads import WORKLOADS
 from trimtab.cli.main import exit_code
 from trimtab.dispatch.options import COPY_COST, Replication
@@ -57,6 +59,7 @@ Run it from the root of the repository.
   python -m benchmarks megatron                  a layer of Megatron-Core over 2 ranks; writes results/megatron.md
   python -m benchmarks quantized                 experts of codes beside bf16; writes results/quantized.md
   python -m benchmarks quantized --loading       memory held while a checkpoint of 2 GB is loaded to codes
+  python -m benchmarks frozen                    frozen experts beside other projects' kernels; writes results/frozen.md
   python -m benchmarks adapters                  frozen experts with peft's adapters; writes results/adapters.md
   python -m benchmarks optimizer                 AdamW of stacks, Newton-Schulz; writes results/optimizer.md
   python -m benchmarks replay                    decisions recorded and told; writes results/replay.md
@@ -110,6 +113,14 @@ def build_parser() -> argparse.ArgumentParser:
     mcore("--transports", nargs="+", default=list(DIRECT), choices=(*DIRECT, "allgather"))
     codes = _part(parts, "quantized", "experts of codes", _quantized, RESULTS / "quantized.md", malloc="default")
     codes("--loading", action="store_true", help="instead: memory held while 2 GB are loaded to codes")
+    still = _part(parts, "frozen", "frozen experts", _frozen, RESULTS / "frozen.md", malloc="default", seconds=45.0)
+    still("--shape", default="2048,768,128,8", metavar="D,F,E,K", help="default 2048,768,128,8, Qwen3-30B's")
+    still("--tokens", nargs="+", type=_positive, default=[1, 4, 16, 64, 256, 2048], metavar="N",
+          help="from 2048 on with a quarter of the experts (default 1 4 16 64 256 2048)")  # fmt: skip
+    still("--of", nargs="+", default=list(frozen.KINDS), choices=frozen.KINDS, metavar="KIND")
+    still("--tiny", action="store_true", help="a step of a tiny model, to see that it runs")
+    still("--threads", type=_positive, default=2, metavar="N")
+    still("--merge", type=Path, metavar="DIR", help="race nobody: the page of what --json DIR wrote")
     lora = _part(parts, "adapters", "experts with adapters", _adapters, RESULTS / "adapters.md", malloc="default")
     stacks = _part(parts, "optimizer", "a stack's step", _optimizer, RESULTS / "optimizer.md", malloc="default")
     stacks("--adamw", type=parse_sizes, default=[64, 768, 1024], metavar="E,M,N")
@@ -220,8 +231,8 @@ def _exchange(o: argparse.Namespace) -> list[Task]:
 
 
 def _step(o: argparse.Namespace) -> list[Task]:
-    sizes = {"batch": 1, "length": 8} if o.tiny else {}
-    return [step.step_task(**sizes, dtype=o.dtype, threads=o.threads, against=o.against, tiny=o.tiny, muon=o.muon)]
+    given: Any = {"dtype": o.dtype, "threads": o.threads, "against": o.against, "muon": o.muon}
+    return [step.step_task(**given, **step.sizes(o.tiny))]
 
 
 def _overhead(o: argparse.Namespace) -> list[Task]:
@@ -240,6 +251,18 @@ def _quantized(o: argparse.Namespace) -> list[Task]:
         quantized.quantized_task(parse_shape(shape), tokens=tokens, dtype=o.dtype, threads=o.threads)
         for shape, tokens in product(o.shape, o.tokens)
     ]
+
+
+def _frozen(o: argparse.Namespace) -> list[Task]:
+    shape, cases = parse_shape(o.shape), []
+    for kind, many in product(o.of, (False, True)):
+        if kind == "step":
+            cases += [] if many else [frozen_step.adapters_step_task(threads=o.threads, **step.sizes(o.tiny))]
+        elif tokens := [each for each in o.tokens if (each >= frozen.MANY) == many]:
+            dim, hidden, experts, top_k = shape
+            cut = (dim, hidden, experts // 4 if many else experts, top_k)
+            cases.append(frozen.frozen_task(cut, tokens=tokens, kind=kind, threads=o.threads))
+    return cases
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -292,6 +315,7 @@ def run_gpu(options: argparse.Namespace) -> int:
     return code_of(outcomes)
 
 
+TABLES: dict[str, Table] = {"imbalance": imbalance_table, "frozen": frozen.frozen_table}
 ABOUT = {
     part: module.__doc__
     for part, module in (
@@ -300,6 +324,7 @@ ABOUT = {
         ("megatron", megatron),
         ("quantized", quantized),
         ("adapters", adapters),
+        ("frozen", frozen),
         ("optimizer", optimizer),
         ("replay", replay),
         ("imbalance", imbalance),
@@ -319,7 +344,11 @@ def run(options: argparse.Namespace) -> int:
         print(text)
         write(options.out, text)
         return 0
-    records: list[Record] = []
+    if getattr(options, "merge", None):
+        records = [read_record(file) for file in sorted(options.merge.glob("*.json"))]
+        write(options.out, record_page(records, _about(ABOUT[options.part]), _table(records)))
+        return _code(records)
+    records = []
     for task in options.tasks(options):
         records.append(_measure(task, options))
         _print(records[-1])
@@ -386,7 +415,7 @@ def _print(record: Record) -> None:
 
 
 def _table(records: Sequence[Record]) -> Table:
-    return imbalance_table if records[0].part == "imbalance" else contestants_table
+    return TABLES.get(records[0].part, contestants_table)
 
 
 def _code(records: Sequence[Record]) -> int:

@@ -119,6 +119,7 @@ def _seconds(subject: Subject, mode: str, steps: int, meet: Callable[[], object]
         taken[mode].append(time.perf_counter() - start)
         for part, seconds in parts.items() if isinstance(parts, dict) else ():
             taken.setdefault(part, []).append(seconds)
+    time.sleep(subject.rest)
     return taken
 
 

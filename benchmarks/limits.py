@@ -68,6 +68,12 @@ def build_copy(args: dict[str, Any], where: Where) -> Subject:
     return Subject(modes={"copy": lambda: target.copy_(source)}, facts=facts)
 
 
+def build_read(args: dict[str, Any], where: Where) -> Subject:
+    """A sum of `bytes`, larger than caches: facts["bytes"] are read. In float64, which sums fastest."""
+    source = torch.ones(args["bytes"] // 8, dtype=torch.float64)
+    return Subject(modes={"copy": source.sum}, facts={"bytes": args["bytes"]})
+
+
 def build_exchange(args: dict[str, Any], where: Where) -> Subject:
     """args: the case. Modes: forward, forward+backward, see `RawExchange`."""
     raw = RawExchange(LayerCase.of(args), where)

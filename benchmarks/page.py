@@ -43,6 +43,7 @@ TITLES = {
     "overhead": "Host overhead",
     "quantized": "Experts of codes",
     "adapters": "Adapters on frozen experts",
+    "frozen": "Experts that nobody trains",
     "optimizer": "A step of the optimizer",
     "replay": "Decisions recorded and told",
     "megatron": "A layer of Megatron-Core",

@@ -40,10 +40,10 @@ MODEL = {
     "vocab_size": 8192,
 }
 TINY = MODEL | {
-    "hidden_size": 32,
+    "hidden_size": 64,
     "num_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
+    "moe_intermediate_size": 64,
     "vocab_size": 64,
 }
 """To see that it runs."""
@@ -79,8 +79,18 @@ def step_task(
     )
 
 
+def sizes(tiny: bool) -> dict[str, Any]:
+    """To see that it runs, or those of a task."""
+    return {"batch": 1, "length": 8, "tiny": True} if tiny else {}
+
+
 def build(args: dict[str, Any], where: Where) -> Subject:
     """args: model, experts, batch, length, dtype, and muon."""
+    return stepped(made(args), args)
+
+
+def made(args: dict[str, Any]) -> Any:
+    """The model, the same for all but its experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging
 
@@ -89,15 +99,24 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**args["model"], experts_implementation=experts, dtype=DTYPES[args["dtype"]])
     model: Any = Qwen3MoeForCausalLM(config).to(DTYPES[args["dtype"]])
+    used = model.model.layers[0].mlp.experts.config._experts_implementation
+    assert used == experts, used
+    return model
+
+
+def stepped(model: Any, args: dict[str, Any]) -> Subject:
+    """Training steps of what the model trains."""
     model.train()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer: torch.optim.Optimizer
     if args.get("muon"):
         from trimtab.optim import Muon
 
         optimizer = Muon(model, lr=1e-4)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # the default is many times slower
-    ids_BL = torch.randint(config.vocab_size, (args["batch"], args["length"]))
+        optimizer = torch.optim.AdamW(trained.values(), lr=1e-4, fused=True)  # the default is many times slower
+    torch.manual_seed(1)
+    ids_BL = torch.randint(args["model"]["vocab_size"], (args["batch"], args["length"]))
 
     def loss_and_gradients() -> tuple[Tensor, float, float]:
         start = time.perf_counter()
@@ -109,7 +128,8 @@ def build(args: dict[str, Any], where: Where) -> Subject:
     def outcome() -> dict[str, Tensor]:
         loss, _, _ = loss_and_gradients()
         found = {"first loss": loss.float().reshape(1)}
-        for name, parameter in model.named_parameters():
+        for name, parameter in trained.items():
+            assert parameter.grad is not None
             found[f"norm of the gradient of {name}"] = parameter.grad.float().norm().reshape(1)
         optimizer.zero_grad()
         return found
@@ -121,8 +141,6 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         optimizer.zero_grad()
         return {"forward": forward, "backward": backward, "optimizer": time.perf_counter() - start}
 
-    used = model.model.layers[0].mlp.experts.config._experts_implementation
-    assert used == experts, used
     return Subject(modes={STEP: step}, outcome=outcome)
 
 

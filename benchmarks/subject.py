@@ -31,6 +31,7 @@ class Subject:
     judged: the mode whose step `outcome` runs, "" where it is none.
     held: bytes of gradients that one step leaves.
     facts: what it chose, for the reader.
+    rest: seconds after a turn in which its threads keep cores busy, that nobody else's steps are to be timed in.
     """
 
     modes: Mapping[str, Callable[[], object]]
@@ -38,6 +39,7 @@ class Subject:
     judged: str = ""
     held: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    rest: float = 0.0
 
 
 Build = Callable[[dict[str, Any], Where], Subject]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +25,11 @@ from trimtab.errors import InputError
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes import MXFP8
+from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.moe import MoE
 from trimtab.plan.ledger import Ledger
-from trimtab.plan.unrun import UnrunKernels
+from trimtab.plan.unrun import UnrunGlue, UnrunKernels
 from trimtab.plan.without_values import WithoutValues
 from trimtab.routing.recompute import replay_in_recompute
 
@@ -132,7 +135,7 @@ def test_a_main_grad_is_no_gradient_here_either() -> None:
         assert all(p.main_grad.shape == p.shape for p in experts.parameters())
 
 
-def layer_peak(mode: Any, kernels: str, run_by: Any, dtype: torch.dtype, **options: Any) -> int:
+def layer_peak(mode: Any, kernels: Any, run_by: Any, dtype: torch.dtype, **options: Any) -> int:
     with mode:
         router = RouterConfig(num_experts=E, top_k=K)
         layer = MoEConfig(dim=256, hidden=128, router=router, kernels=kernels, dtype=dtype, **options).build()
@@ -158,6 +161,20 @@ def test_compiled_kernels_say_what_they_hold_inside(dtype: torch.dtype) -> None:
     real = layer_peak(nullcontext(), "cpu", None, dtype)
     fake = layer_peak(WithoutValues(), "cpu", UnrunKernels(), dtype)
     assert fake == pytest.approx(real, rel=0.01)
+
+
+def test_kernels_of_triton_say_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They return as much without a launch."""
+    pytest.importorskip("triton")
+    from trimtab.kernels.triton import glue, moves
+
+    for module in (glue, moves):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, defaultdict(lambda: lambda *_, **__: None))
+    monkeypatch.setattr(glue.GluedBackend, "place_on_device", None)
+    monkeypatch.setattr("trimtab.kernels.selftest.self_test", lambda *_: SimpleNamespace(fault=None))
+    real = layer_peak(nullcontext(), KernelChoice(glue.GluedBackend()), None, torch.float32)
+    assert layer_peak(WithoutValues(), "grouped_mm", UnrunGlue(), torch.float32) == pytest.approx(real, rel=0.002)
 
 
 def test_stock_products_read_nothing_either() -> None:

@@ -69,7 +69,7 @@ def _placed(pair: Pair, i: int) -> Pair:
     narrow = "hardware" in pair.recipe or pair.words & {"lora", "own"}
     low = (torch.float32,) if narrow else (torch.float32, torch.float32, torch.bfloat16)
     dtypes = low if pair.recipe else DTYPES[pair.kernels][: 1 if pair.own else None]
-    dtypes = tuple(dtype for dtype in dtypes if "packed" not in pair.words or not misfit("packed", 32, 2, dtype))
+    dtypes = tuple(dtype for dtype in dtypes if "packed" not in pair.words or not misfit("packed", 32, 32, dtype))
     dtype = dtypes[i // 5 % len(dtypes)]
     main = (torch.promote_types(dtype, torch.float32), dtype)[i // 3 % 2]
     empty = EMPTY[i % len(EMPTY)]

@@ -10,13 +10,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.pairs import Pair, Subject
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.quantized import FORMATS, decoded, quantized, scales_of
+from trimtab.experts.quantized import FORMATS, HUGE, decoded, in_huge_pages, quantized, scales_of
+from trimtab.kernels.compiled import CODES
 
 
 def drawn(name: str, shape: tuple[int, int, int], g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -84,6 +86,17 @@ def test_transformers_reads_the_same_bits(dtype: torch.dtype) -> None:
     codes, grid = drawn("fp8", (2, 256, 384), g)
     theirs = Fp8Dequantize(None)._dequantize_one(codes.view(torch.float8_e4m3fn), grid, dtype)
     assert same_bits(decoded(codes, grid, "fp8", dtype), theirs)
+
+
+@pytest.mark.parametrize("entries", [0, 7, HUGE, 3 * HUGE + 5])
+def test_huge_pages_hold_what_small_ones_held(entries: int) -> None:
+    tensor = torch.arange(entries).to(torch.uint8)[2:]
+    before = tensor.clone()
+    in_huge_pages(tensor)
+    assert torch.equal(tensor, before)
+    in_huge_pages(torch.empty(HUGE, device="meta"))
+    with FakeTensorMode():
+        in_huge_pages(torch.empty(HUGE))
 
 
 def test_blocks_of_codes_by_hand() -> None:
@@ -200,7 +213,7 @@ def test_a_module_of_codes_saves_loads_and_trains_what_is_left(name: str) -> Non
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ["nf4", "int8", "fp8", "mxfp4"])
+@pytest.mark.parametrize("name", list(CODES))
 def test_cpp_has_the_bits_of_decoded_weights(name: str, threads: int) -> None:
     """That of experts whose weights are what the codes stand for, whichever rows share a product."""
     for dtype in (torch.float32, torch.bfloat16):

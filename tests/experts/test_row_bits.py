@@ -112,6 +112,26 @@ def test_rows_beside_many_have_the_bits_that_they_have_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_or_plain_a_row_has_its_bits_among_1_to_4096(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = ExpertMLP(2, 288, 96, kernels="cpu", dtype=dtype).requires_grad_(False)
+    x, w, dy = torch.randn(4096, 288).to(dtype), torch.rand(4096, 1), torch.randn(4096, 288).to(dtype)
+
+    def results(rows: int) -> list[Tensor]:
+        leaves = [x[:rows].clone().requires_grad_(), w[:rows].clone().requires_grad_()]
+        y = module(leaves[0], torch.ones(rows, 1, dtype=torch.int64), leaves[1])
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy[:rows])]
+
+    many = results(4096)
+    for form in ("plain", "packed"):
+        if form == "packed":
+            module.quantize_(form)
+        for rows in (1, 2, 3, 4, 7, 8, 9, 16, 31, 64, 65, 130, 600, 2048, 4096):
+            same = [torch.equal(few, all_[:rows]) for few, all_ in zip(results(rows), many, strict=True)]
+            assert same == [True] * 3, (form, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_bit_depends_on_the_number_of_threads_or_the_run(dtype: torch.dtype, kernels: CompiledKernels) -> None:
     one = run(torch.arange(1500), 1, dtype, kernels=kernels)
     for threads in (1, 2, 3, 8):

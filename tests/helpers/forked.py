@@ -15,14 +15,14 @@ from trimtab.train.config import TrainConfig
 DEADLINE = 240.0
 
 
-def run_forked(config: TrainConfig, ranks: int, absent: str = "") -> None:
+def run_forked(config: TrainConfig, ranks: int, absent: str = "", plain: bool = False) -> None:
     """Run `trimtab train` with these options on so many ranks; fails with the ranks' words if one of them does.
 
-    absent: a module that they cannot import.
+    absent: a module that they cannot import. plain: their experts are packed only if the options say so.
     """
     port = free_port()
     log = Path(config.out).with_name(f"{Path(config.out).name}-log")
-    processes = [start(_rank, config, rank, ranks, port, str(log), absent) for rank in range(ranks)]
+    processes = [start(_rank, config, rank, ranks, port, str(log), absent, plain) for rank in range(ranks)]
     end = time.monotonic() + DEADLINE
     for process in processes:
         process.join(max(0.1, end - time.monotonic()))
@@ -32,14 +32,16 @@ def run_forked(config: TrainConfig, ranks: int, absent: str = "") -> None:
     assert codes == [0] * ranks, (codes, log.read_text())
 
 
-def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str, absent: str) -> None:
+def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str, absent: str, plain: bool) -> None:
     if absent:
         sys.modules[absent] = None  # type: ignore[assignment]
     import torch
 
+    from trimtab.train import session
     from trimtab.train.plan import plan_run
-    from trimtab.train.session import run_session
 
+    if plain:
+        session.packed = lambda config, *_: config
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(handle, stream)
@@ -47,4 +49,4 @@ def _rank(config: TrainConfig, rank: int, ranks: int, port: int, log: str, absen
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "HF_HUB_OFFLINE": "1"}
-    run_session(plan_run(config, ranks), prepared=False)
+    session.run_session(plan_run(config, ranks), prepared=False)

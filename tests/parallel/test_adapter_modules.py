@@ -168,9 +168,9 @@ def test_dropout_draws_the_same_when_run_again() -> None:
     run_ranks(_dropped, 2)
 
 
-def _cut_blocks() -> str:
+def _cut_blocks(name: str) -> str:
     moe = layer(dim=64, hidden=128)
-    moe.experts.quantize_("nf4")
+    moe.experts.float().quantize_(name)
     with pytest.raises(ConfigError) as raised:
         trimtab.parallelize(
             moe, init_device_mesh("cpu", (4, 1), mesh_dim_names=("etp", "ep")), {"": trimtab.ExpertParallel(etp="etp")}
@@ -178,10 +178,14 @@ def _cut_blocks() -> str:
     return str(raised.value)
 
 
+CUT = {
+    "nf4": "F = 128 over 4 expert-tensor-parallel ranks cuts blocks of codes in two: a share must be a multiple of 64",
+    "packed": "packed weights are not cut over F: parallelize without etp, or leave them plain",
+}
+
+
 @pytest.mark.xdist_group("ranks4")
-def test_a_share_that_begins_within_a_block_is_refused() -> None:
-    for said in run_ranks(_cut_blocks, 4):
-        assert (
-            "F = 128 over 4 expert-tensor-parallel ranks cuts blocks of codes in two: a share must be a multiple of 64"
-            in said
-        )
+@pytest.mark.parametrize("name", CUT)
+def test_a_share_that_begins_within_a_block_is_refused(name: str) -> None:
+    for said in run_ranks(_cut_blocks, 4, name):
+        assert CUT[name] in said

@@ -7,10 +7,15 @@ from typing import Any
 
 import transformers
 
+from helpers.families import families, model_class
+from helpers.family_config import FAMILY, tiny_config
 from trimtab.train.config import TrainConfig
-from trimtab.train.presets import PRESETS, preset_config
+from trimtab.train.presets import PRESETS
 
 FAMILIES = tuple(PRESETS)
+OTHERS = sorted(name for name, f in families().items() if f.model_class.endswith("ForCausalLM") and name not in PRESETS)
+HELD_OUT = random.Random(57).sample(OTHERS, 5)
+"""Families that no plan was made of while plans were built."""
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -46,10 +51,29 @@ def drawn(seed: int) -> dict[str, Any]:
     return {"family": family, "sizes": sizes | kind, "run": run}
 
 
-def configured(case: dict[str, Any], *, tiny: bool = False) -> tuple[Any, TrainConfig]:
-    """The configuration of transformers, and that of the run. tiny: of the preset itself, to warm up."""
-    kind, fields = PRESETS[case["family"]]
-    source = preset_config(case["family"]) if tiny else getattr(transformers, kind)(**{**fields, **case["sizes"]})
+def held_out(family: str, layers: int = 4, **run: Any) -> dict[str, Any]:
+    """A case of a family, whatever its fields are called."""
+    wide = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_intermediate_size"), 256)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32, "max_position_embeddings": 1024}
+    sizes = {"hidden_size": 256, "num_hidden_layers": layers, "vocab_size": 8192} | wide | heads
+    for name, values in ({"mlp_layer_types": ["sparse"]} | FAMILY.get(family, {})).items():
+        if name.endswith("layer_types"):
+            sizes[name] = (values * layers)[:layers]
+    run = {"batch_size": 2, "seq_len": 512, "optim": "adamw_torch_fused"} | run
+    return {"family": family, "sizes": sizes, "run": run}
+
+
+def source_of(family: str, sizes: dict[str, Any]) -> Any:
+    if family in PRESETS:
+        kind, fields = PRESETS[family]
+        return getattr(transformers, kind)(**{**fields, **sizes})
+    kind = model_class(family).config_class
+    made = tiny_config(kind, family)
+    return tiny_config(kind, family, **{name: value for name, value in sizes.items() if hasattr(made, name)})
+
+
+def configured(case: dict[str, Any]) -> tuple[Any, TrainConfig]:
+    """The configuration of transformers, and that of the run."""
     options = {"dtype": "float32", "kernels": "grouped_mm"} | case["run"]
-    options |= {"batch_size": 1, "seq_len": 32} if tiny else {}
-    return source, TrainConfig(model=case["family"], data=("none",), out="none", **options).resolved()
+    config = TrainConfig(model=case["family"], data=("none",), out="none", **options).resolved()
+    return source_of(case["family"], case["sizes"]), config

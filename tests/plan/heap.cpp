@@ -7,7 +7,12 @@
 #include <sys/mman.h>
 
 namespace {
-std::atomic<long> alive{0}, most{0}, mapped{0};
+std::atomic<long> alive{0}, most{0};
+struct Span {
+    char* at;
+    size_t size;
+} spans[1 << 14];  // anonymous mappings; of files none is counted, nor its end
+std::atomic_flag busy = ATOMIC_FLAG_INIT;
 
 void add(long bytes) {
     const long now = alive.fetch_add(bytes) + bytes;
@@ -16,6 +21,12 @@ void add(long bytes) {
 void* born(void* p) {
     if (p) add((long)malloc_usable_size(p));
     return p;
+}
+// A free one, or the one in which `p` lies.
+Span* span_of(char* p, bool free) {
+    for (Span& span : spans)
+        if (free ? !span.size : span.size && span.at <= p && p < span.at + span.size) return &span;
+    return nullptr;
 }
 using Map = void* (*)(void*, size_t, int, int, int, off_t);
 using Unmap = int (*)(void*, size_t);
@@ -56,8 +67,12 @@ void* mmap(void* at, size_t n, int prot, int flags, int fd, off_t offset) {
     static const Map real = (Map)dlsym(RTLD_NEXT, "mmap");
     void* p = real(at, n, prot, flags, fd, offset);
     if (p != MAP_FAILED && (flags & MAP_ANONYMOUS) && (prot & PROT_WRITE)) {
-        add((long)n);
-        mapped += (long)n;
+        while (busy.test_and_set()) {}
+        if (Span* span = span_of(nullptr, true)) {
+            *span = {(char*)p, n};
+            add((long)n);
+        }
+        busy.clear();
     }
     return p;
 }
@@ -67,10 +82,14 @@ void* mmap64(void* at, size_t n, int prot, int flags, int fd, off_t offset) {
 int munmap(void* at, size_t n) {
     static const Unmap real = (Unmap)dlsym(RTLD_NEXT, "munmap");
     const int done = real(at, n);
-    if (!done && (long)n <= mapped) {
-        add(-(long)n);
-        mapped -= (long)n;
+    while (busy.test_and_set()) {}
+    if (Span* span = done ? nullptr : span_of((char*)at, false)) {  // its end, or all of it
+        const size_t less = n < span->size ? n : span->size;
+        if (span->at == at) span->at += less;
+        span->size -= less;
+        add(-(long)less);
     }
+    busy.clear();
     return done;
 }
 }

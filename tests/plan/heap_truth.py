@@ -1,72 +1,31 @@
-"""The truth of a plan: the same step with real tensors, in a process whose malloc and mmap are counted by heap.c.
-
-LD_PRELOAD=heap.so python heap_truth.py CASE.json      prints bytes
-"""
+"""The truth of a plan of one rank: the same step with real tensors, for a process under the allocator's hook."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
+import torch
 
-def real_model(source: Any, options: dict[str, Any]) -> Any:
-    """As a checkpoint would be loaded, with random weights."""
-    import torch
+from plan.cases import configured
+from plan.hooked import Heap
+from trimtab.integrations.transformers import register
+from trimtab.integrations.transformers.composite import language_model_class
+from trimtab.plan.trained import trained
+from trimtab.train.config import Mesh
+from trimtab.train.loading import finished
 
-    from trimtab.integrations.transformers import register
-    from trimtab.integrations.transformers.composite import language_model_class
-    from trimtab.train.loading import finished
 
-    config = options["config"]
+def most_bytes(case: dict[str, Any]) -> int:
+    """In malloc and mmap in a step of a case, over those before its model; once all was run before, for libraries keep
+    buffers of their own from then on, as MKL does to pack matrices."""
+    heap, (source, config) = Heap(), configured(case)
     register("truth", kernels=config.kernels)
-    dtype = torch.bfloat16 if config.lora and config.dtype == "bfloat16" else torch.float32
-    model = language_model_class(source).from_config(source, dtype=dtype, experts_implementation="truth")
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return finished(model, config)
-
-
-def steps(model: Any, step: Any, foreach: bool, count: int = 2) -> None:
-    """A loop that shares no code with the plan's."""
-    model.train()
-    optimizer = step.optimizer()
-    for group in optimizer.param_groups if foreach else ():
-        group["foreach"] = True
-    for _ in range(count):
-        for _ in range(step.grad_accum):
-            step.loss().backward()
-        step.clip()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def main() -> None:
-    import torch
-
-    from plan.cases import configured
-    from trimtab.plan.trained import trained
-    from trimtab.train.config import Mesh
-
-    torch.set_num_threads(1)
-    case = json.loads(Path(sys.argv[1]).read_text())
-    heap = ctypes.CDLL(None)
-    for name in ("heap_now", "heap_most"):
-        getattr(heap, name).restype = ctypes.c_long
-    for part in ("warm", "real"):
-        source, config = configured(case, tiny=part == "warm")
-        gc.collect()
-        before = heap.heap_now()
-        model = real_model(source, {"config": config})
-        heap.heap_reset()
-        steps(model, trained(model, config, Mesh.of(config, world=1)), case.get("foreach", False))
-        most = heap.heap_most() - before
-        del model
-    print(json.dumps(most))
-
-
-if __name__ == "__main__":
-    main()
+    for _ in range(2):
+        before = heap.now()
+        model = language_model_class(source).from_config(source, dtype=torch.float32, experts_implementation="truth")
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        step = trained(finished(model.train(), config), config, Mesh.of(config, world=1))
+        most = heap.most(step, case.get("foreach", False)) - before
+        del model, step
+    return most

@@ -1,25 +1,25 @@
 """A plan of one rank against the allocator's own count of the real step, which shares no code with the ledger.
 
 python -m plan.test_one_rank FIRST LAST      the sweep: drawn cases by their seeds, and how far plans are off
+python -m plan.test_one_rank                 families that are not among those
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 
-from plan.cases import configured, drawn
-from trimtab.kernels.compiler import find_compiler
+from plan.cases import HELD_OUT, configured, drawn, held_out
+from plan.heap_truth import most_bytes
+from plan.hooked import compiled_hook, under
 from trimtab.plan.device import DEVICES
 from trimtab.plan.ledger import Ledger, Storage
 from trimtab.plan.stages import Stages, measure
@@ -28,7 +28,6 @@ from trimtab.plan.without_values import World
 from trimtab.train.config import Mesh
 from trimtab.train.loading import build_model
 
-HERE = Path(__file__).parent
 SHARE, MORE = 0.03, 12_000_000
 """How far a plan may be off: of the allocator's bytes, and what Python and PyTorch take beside tensors."""
 
@@ -55,25 +54,6 @@ def planned(case: dict[str, Any]) -> Stages:
         return measure(model, trained(model, config, mesh), world, device=device)
 
 
-def compiled_hook(folder: Path) -> Path:
-    hook = folder / "heap.so"
-    command = [*find_compiler(), "-O2", "-shared", "-fPIC", "-o", str(hook), str(HERE / "heap.cpp"), "-ldl"]
-    subprocess.run(command, check=True, timeout=120)
-    return hook
-
-
-def counted(case: dict[str, Any], folder: Path, hook: Path) -> int:
-    """Most bytes in malloc and mmap of the real step."""
-    file = folder / "case.json"
-    file.write_text(json.dumps(case), encoding="utf-8")
-    path = os.pathsep.join([str(HERE.parent), *sys.path])
-    more = {"LD_PRELOAD": str(hook), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "heap_truth.py"), str(file)]
-    done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return int(done.stdout.strip().splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def hook(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled_hook(tmp_path_factory.mktemp("hook"))
@@ -92,7 +72,7 @@ FORGETFUL: dict[str, tuple[dict[str, Any], Callable[[Ledger, Storage], bool]]] =
 def test_a_plan_is_what_the_allocator_counts_and_one_that_forgets_something_is_off(
     case: dict[str, Any], hook: Path, tmp_path: Path
 ) -> None:
-    stages, bytes = planned(case), counted(case, tmp_path, hook)
+    stages, bytes = planned(case), under(hook, most_bytes, case)
     ledger = stages.ledger
     assert ledger is not None
     assert stages.peak[1] == ledger.peak()[0], "the stages have the peak"
@@ -113,15 +93,14 @@ def peak_of(storages: Iterable[Storage]) -> int:
 
 
 def main() -> None:
-    folder = Path(os.environ.get("TMPDIR", "/tmp"))
-    built, off = compiled_hook(folder), []
-    for seed in range(*map(int, sys.argv[1:3])):
-        case = drawn(seed)
-        (stage, most), bytes = planned(case).peak, counted(case, folder, built)
+    built, off = compiled_hook(Path(mkdtemp())), []
+    seeds = range(*map(int, sys.argv[1:3]))
+    for case in map(drawn, seeds) if sys.argv[1:] else map(held_out, HELD_OUT):
+        (stage, most), bytes = planned(case).peak, under(built, most_bytes, case)
         off.append(abs(most / bytes - 1))
         within = abs(most - bytes) <= SHARE * bytes + MORE
         said = f"{most / 1e6:8.1f} {bytes / 1e6:8.1f} MB {most / bytes - 1:+7.2%} {'' if within else 'OFF'}"
-        print(f"{seed:4} {case['family']:12} {said} {stage} {case['run']}", flush=True)
+        print(f"{case['family']:16} {said} {stage} {case['run']}", flush=True)
     print(f"p95 {sorted(off)[int(0.95 * len(off))]:.2%}, worst {max(off):.2%}")
 
 

@@ -5,6 +5,7 @@ python -m plan.test_planned_ranks      all cases, and how far plans are off
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from helpers.planned_ranks import plan_on_rank, run_on_rank
 from helpers.ranks import run_ranks
+from plan.hooked import compiled_hook, under
 from trimtab.plan.traffic import Traffic
 from trimtab.train.config import Mesh, TrainConfig
 
@@ -62,7 +64,7 @@ def test_ranks_hold_what_is_planned(case: str, tmp_path: Path) -> None:
     asked = {"seq_len": 256, "batch_size": 2, "kernels": "grouped_mm"} | options
     config = TrainConfig(model=str(tmp_path), **asked).resolved()
     mesh = Mesh.of(config, world=ranks, num_experts=16)
-    told = run_ranks(run_on_rank, ranks, tmp_path, config, mesh, deadline=240.0)
+    told = under(compiled_hook(tmp_path), run_ranks, run_on_rank, ranks, tmp_path, config, mesh, deadline=240.0)
     worst = plan_on_rank(source, config, mesh, 0, Traffic(skew="worst"))
     for rank, (held, recorded) in enumerate(told):
         plan = plan_on_rank(source, config, mesh, rank, recorded)
@@ -72,7 +74,7 @@ def test_ranks_hold_what_is_planned(case: str, tmp_path: Path) -> None:
 
 
 def main() -> None:
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         with TemporaryDirectory() as folder:
             test_ranks_hold_what_is_planned(case, Path(folder))
 

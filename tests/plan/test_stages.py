@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from plan.cases import HELD_OUT, held_out, source_of
 from trimtab.plan.device import DEVICES
 from trimtab.plan.stages import Stages, extrapolated, few_layers, kinds_of, measure
 from trimtab.plan.trained import trained
@@ -33,14 +34,15 @@ CASES = [
     ("mixtral", 7, RECOMPUTED),
     ("olmoe", 6, {"optim": "adamw_torch_fused"}),
     ("gpt_oss", 10, {}),
+    *((family, 8, {}) for family in HELD_OUT),
 ]
 """Family, layers, options. gpt_oss has two kinds in turn, deepseek_v3 two dense layers first."""
 
 
-def source_of(family: str, layers: int) -> Any:
-    kind, fields = PRESETS[family]
+def of_layers(family: str, layers: int) -> Any:
     more = {"first_k_dense_replace": 2} if family == "deepseek_v3" else {}
-    return getattr(transformers, kind)(**{**fields, "num_hidden_layers": layers, **more})
+    sizes = {"num_hidden_layers": layers, **more} if family in PRESETS else held_out(family, layers)["sizes"]
+    return source_of(family, sizes)
 
 
 def kinds(source: Any) -> list[Any]:
@@ -50,7 +52,7 @@ def kinds(source: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("family", "layers", "options"), SAMPLE)
 def test_few_layers_say_what_all_hold(family: str, layers: int, options: dict[str, Any]) -> None:
-    source, device, ran = source_of(family, layers), replace(DEVICES["cpu"], foreach=True), []  # rounding is not affine
+    source, device, ran = of_layers(family, layers), replace(DEVICES["cpu"], foreach=True), []  # rounding is not affine
     config = TrainConfig(model=family, **{"dtype": "float32", "seq_len": 32, "batch_size": 2} | options).resolved()
     mesh, found = Mesh.of(config, world=1), kinds(source)
 

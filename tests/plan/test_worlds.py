@@ -25,28 +25,29 @@ DENSE = 4 * LAYERS * (D * D + D + E * D)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dim: int = D, hidden: int = HIDDEN, experts: int = E, dense: bool = True) -> None:
         super().__init__()
-        self.linear = nn.Linear(D, D)
-        router = trimtab.RouterConfig(num_experts=E, top_k=2)
-        self.moe = trimtab.MoEConfig(dim=D, hidden=HIDDEN, router=router, dtype=torch.float32).build("moe")
+        self.linear = nn.Linear(dim, dim) if dense else nn.Identity()
+        router = trimtab.RouterConfig(num_experts=experts, top_k=2)
+        config = trimtab.MoEConfig(dim=dim, hidden=hidden, router=router, dtype=torch.float32, kernels="grouped_mm")
+        self.moe = config.build("moe")
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.moe(self.linear(x)).y
         return y
 
 
-def over(mesh: object, model: nn.Module, **options: object) -> None:
-    layers = trimtab.ExpertParallel(transport="planned", **options)  # type: ignore[arg-type]
+def over(mesh: object, model: nn.Module, transport: str = "planned", **options: object) -> None:
+    layers = trimtab.ExpertParallel(transport=transport, **options)  # type: ignore[arg-type]
     trimtab.parallelize(model, mesh, {"*.moe": layers})  # type: ignore[arg-type]
 
 
-def by_experts(model: nn.Module) -> None:
-    over(init_device_mesh("cpu", (RANKS,)), model)
+def by_experts(model: nn.Module, transport: str = "planned") -> None:
+    over(init_device_mesh("cpu", (RANKS,)), model, transport)
 
 
-def split(model: nn.Module) -> None:
-    over(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp")), model, etp="etp")
+def split(model: nn.Module, transport: str = "planned") -> None:
+    over(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp")), model, transport, etp="etp")
 
 
 def replicated(model: nn.Module) -> None:

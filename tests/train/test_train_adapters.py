@@ -18,14 +18,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from helpers.coded_checkpoints import save_official
+from helpers.coded_checkpoints import save_official, tiny
 from helpers.forked import run_forked
 from helpers.train_runs import assert_same_bits, assert_same_run, log
 from trimtab.checkpoint import read_tensors
 from trimtab.cli.main import main
 from trimtab.errors import ConfigError
+from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.integrations.transformers.summary import SHARDED
-from trimtab.train.config import TrainConfig
+from trimtab.kernels.choose import get_backend
+from trimtab.train.config import Mesh, TrainConfig
+from trimtab.train.models import inspect, packed
 from trimtab.train.plan import plan_run
 from trimtab.train.resume import check_resume, resumed
 from trimtab.train.sources import find_groups
@@ -106,6 +109,51 @@ def test_nf4_over_data_parallel_and_over_tensor_parallel_ranks(text: Path, tmp_p
     assert SHARDED not in log(Path(config.out))
 
 
+@pytest.fixture
+def compiled() -> None:
+    if get_backend("auto", torch.device("cpu")).name != "cpu":
+        pytest.skip("C++ does not compile here")
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 1, "dtype": "bfloat16"}],
+    ids=lambda layout: "-".join(layout) or "alone",
+)
+def test_a_frozen_base_is_packed_unasked_and_nothing_else_changes(
+    layout: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
+    outs = [tmp_path / "packed", tmp_path / "plain"]
+    config = TrainConfig(
+        model="mixtral", data=(str(text),), seq_len=16, batch_size=2, max_steps=2, lr=0.01, lora=2, save_every=1,
+        lora_targets="experts", merge=True, **layout,
+    )  # fmt: skip
+    for out in outs:
+        run_forked(replace(config, out=str(out)), 2 if layout else 1, plain=out == outs[1])
+    assert_same_bits(*outs, 2, ADAPTER)
+    of_both = [load_file(next((out / "merged").glob("*.safetensors"))) for out in outs]
+    assert all(torch.equal(tensor, of_both[1][name]) for name, tensor in of_both[0].items())
+
+
+@pytest.mark.usefixtures("compiled")
+def test_who_is_packed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    config, skeleton = TrainConfig(model="mixtral", lora=2), inspect("mixtral")
+    mesh = Mesh.of(config, world=2, num_experts=8)
+    assert packed(config, skeleton, mesh) == replace(config, quantize="packed")
+    for given in ({"lora": None}, {"quantize": "int8"}, {"kernels": "torch"}):
+        asked = replace(config, **given)
+        assert packed(asked, skeleton, mesh) == asked
+    assert packed(config, skeleton, replace(mesh, tp=2, ep=1)) == config
+    normed = tiny("mixtral")
+    for module in experts_in(normed):
+        module.has_post_expert_norm = True
+    assert packed(config, normed, mesh) == config, "C++ would leave it to blocks"
+    assert not capsys.readouterr().err
+    assert packed(config, tiny("mixtral", hidden=40), mesh) == config
+    assert "experts are not packed: packed has blocks of 32" in capsys.readouterr().err
+
+
 def test_what_trains_is_said_first(alone: Path, pair: Path) -> None:
     for out in (alone, pair):
         assert (SHARDED in log(out)) == (out == pair), "whose bytes they are, where others have some"
@@ -147,7 +195,7 @@ def test_the_adapter_is_pefts_and_merged_it_is_a_checkpoint(alone: Path) -> None
         ),
         ({"quantize": "keep"}, ["--quantize keep", "no codes"]),
         ({"quantize": "nf4"}, ["--quantize nf4", "blocks of 64 inputs", "down_proj has 96"]),
-        ({"quantize": "fp8"}, ["--quantize fp8", "nf4, int8, keep"]),
+        ({"quantize": "fp8"}, ["--quantize fp8", "nf4, int8, packed, keep"]),
         ({"tp": 2}, ["--lora with --tp 2", "--lora-targets experts"]),
         ({"tp": 2, "ep": 1, "lora_targets": "experts"}, ["--quantize with --tp 2 and --ep 1"]),
         ({"replicate": 2}, ["--lora with --replicate 2", "--lora-targets experts"]),

@@ -19,7 +19,6 @@ from trimtab.experts.activations import activation_of, check_activation
 from trimtab.experts.grouped_module import GroupedModule
 from trimtab.experts.mlp import expert_mlp
 from trimtab.experts.plan import plan_experts, plan_for
-from trimtab.experts.quantized import check_held, quantized, values_per_byte
 from trimtab.experts.weight import GroupedWeight, Weights
 from trimtab.experts.weight_grad import GradSink, MainGradMode
 from trimtab.kernels.choose import KernelChoice, kernels_for
@@ -120,12 +119,15 @@ class ExpertMLP(GroupedModule):
             ConfigError: they have codes already or are sharded, there is no encoder for the format, its blocks do not
                 divide D and F, or it does not hold their dtype.
         """
+        from trimtab.experts.quantized import in_huge_pages, quantized
+
         weights = {key: getattr(self, key) for key in (self._up, "down")}
         if self.codes is not None or not all(dense(weight) for weight in weights.values()):
             raise ConfigError("experts are quantized once, before parallelize", phase="experts")
         made = {key: quantized(weight, name) for key, weight in weights.items()}
         self.codes = name, self.down.dtype
         for key, (codes, scales) in made.items():
+            in_huge_pages(codes)
             setattr(self, key, nn.Parameter(codes, requires_grad=False))
             setattr(self, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
         return self
@@ -137,11 +139,14 @@ class ExpertMLP(GroupedModule):
     def _weights(self, tensor: Callable[[str], Tensor]) -> Weights:
         """From this module's tensors by name."""
         form, dtype = self.codes or ("", None)
+        if dtype is not None:
+            from trimtab.experts.quantized import check_held
+
+            for name in (self._up, "down"):
+                check_held(getattr(self, name), getattr(self, f"{name}_scales"), form, dtype, type(self).__name__)
         lora = self._lora() if self.active_adapters else {}
 
         def read(name: str) -> GroupedWeight:
-            if dtype is not None:
-                check_held(getattr(self, name), getattr(self, f"{name}_scales"), form, dtype, type(self).__name__)
             return GroupedWeight(
                 values=(tensor(name),), biases=() if self.down_bias is None else (tensor(f"{name}_bias"),),
                 scales=tensor(f"{name}_scales") if form else None, lora=lora.get(name), format=form, dtype=dtype,
@@ -159,6 +164,8 @@ class ExpertMLP(GroupedModule):
         shape, dtype = super().stands_for(name)
         if self.codes is None:
             return shape, dtype
+        from trimtab.experts.quantized import values_per_byte
+
         return (*shape[:-1], shape[-1] * values_per_byte(self.codes[0])), self.codes[1]
 
     @property

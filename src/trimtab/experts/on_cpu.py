@@ -34,13 +34,17 @@ def covers(p: Pass) -> bool:
     """Whether the C++ kernels compute this call."""
     up, down = p.up, p.down
     adapted = up.lora is not None or down.lora is not None
-    if not isinstance(p.kernels, CompiledKernels) or _known(p.word) is None or p.x.dtype not in TYPES:
+    known = _known(p.word)
+    if not isinstance(p.kernels, CompiledKernels) or known is None or p.x.dtype not in TYPES:
         return False
-    if up.format != down.format or up.format not in ("", *CODES) or len(up.biases) != len(down.biases):
+    number = CODES.get(up.format)
+    if number != CODES.get(down.format) or up.format not in ("", *CODES) or len(up.biases) != len(down.biases):
         return False
     dtype = up.values[0].dtype
-    if up.format == "packed" and not dtype is down.values[0].dtype is p.x.dtype:
-        return False
+    if number == CODES["packed"]:  # of the rows' type, and parted as C++ reads them
+        parted = (up.format == "packed_pairs") == bool(known.get("interleaved"))
+        if not parted or not dtype is down.values[0].dtype is p.x.dtype:
+            return False
     for weight in (up, down):
         if weight.values[0].ndim < 3:
             return False
@@ -159,7 +163,7 @@ def _weights(p: Pass, x: Tensor) -> Fields:
     up, down = p.up.values[0], p.down.values[0]
     if p.up.format:
         fields: Fields = {
-            "type_weights": CODES[p.up.format], "up_scales": p.up.scales, "down_scales": p.down.scales
+            "type_weights": CODES[p.down.format], "up_scales": p.up.scales, "down_scales": p.down.scales
         }  # fmt: skip
     else:
         if up.dtype is not x.dtype and (up.dtype, x.dtype) != (torch.float32, torch.bfloat16):  # beside those it rounds

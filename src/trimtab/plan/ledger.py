@@ -72,12 +72,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self,
-        *,
-        rounding: int = 1,
-        kernels: Backend | None = None,
+        self, *, rounding: int = 1, kernels: Backend | None = None,
         holds: Callable[[Any, tuple[Any, ...]], int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.storages: list[Storage] = []
@@ -88,7 +85,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._living: dict[int, Storage] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._rounding, self._kernels, self._holds = rounding, kernels, holds
-        self.flops = self._depth = self._inside = self._paused = 0
+        self.flops = self._depth = 0
+        self._inside = self._paused = False
         self._undo = ExitStack()
 
     @property
@@ -183,11 +181,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return done
 
     def _unseen(self, own: Callable[..., Any], *args: Any) -> Any:
-        self._paused += 1
-        try:
+        with patch.object(self, "_paused", True):
             return own(*args)
-        finally:
-            self._paused -= 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -210,7 +205,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in given if schema.is_mutable else ():
             self._resized(tensor.untyped_storage(), name)
         for tensor in (*given, *made) if travels else ():
-            storage = self._living.get(_key(tensor.untyped_storage()))
+            storage = self._living.get(tensor.untyped_storage()._cdata)
             if storage is not None:
                 storage.known = storage.known or travels
         if name.startswith("c10d."):
@@ -228,21 +223,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._kernels is not None:
             name = name_of(self._kernels)
             given = [name if of.name == "kernels" else a for of, a in zip(schema.arguments, args, strict=False)]
-        self._inside += 1
         try:
-            with self:
+            with patch.object(self, "_inside", True), self:
                 return KERNELS[func](*given, **kwargs)
         except DataDependentOutputException:
             return func(*args, **kwargs)
-        finally:
-            self._inside -= 1
 
     def _meet(self, tensor: Tensor, name: str, counts: bool = True) -> Storage | None:
         """Enter a tensor's storage if it is new. counts: as born now, else as there before."""
         if tensor.is_meta:
             return None
         held = tensor.untyped_storage()
-        key = _key(held)
+        key = held._cdata
         if key not in self._living:
             size = held.nbytes()
             self._living[key] = self._born(size, size if counts else 0, name)
@@ -255,7 +247,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _resized(self, held: torch.UntypedStorage, name: str, known: str = "", *, again: bool = False) -> None:
         """A storage of another size is another one."""
-        key, size = _key(held), held.nbytes()
+        key, size = held._cdata, held.nbytes()
         before = self._living.get(key)
         if before is not None and (again or before.nbytes != size):
             self._die(before)
@@ -275,10 +267,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, size: int) -> None:
         self.now += size
         self._alive.append(self.now)
-
-
-def _key(held: torch.UntypedStorage) -> int:
-    return int(held._cdata)
 
 
 def _tensors(of: Any) -> Iterator[Tensor]:

@@ -5,7 +5,7 @@ extrapolated by itself, at each of its operators where one layer more makes no m
 
     forward                        from the last layer's begin to the loss
     backward of the head           to the gradient of the last layer's output
-    backward of the last layer     to that of its input; of the first and the last layer of each kind
+    backward of the last layer     to that of its input; of the first, second and last layer of each kind
     backward of the first layer    to the end
     optimizer                      clipping and the step
 
@@ -158,14 +158,15 @@ def _step(step: Step, optimizer: torch.optim.Optimizer, ledger: Ledger) -> int:
 
 
 def _names(model: Any, layers: Sequence[nn.Module]) -> dict[int, str]:
-    """The stages of backwards of layers: of the first and the last one of each kind."""
-    kinds, last = kinds_of(model), len(layers) - 1
-    found: dict[int, str] = {}
+    """The stages of backwards of layers, of each kind: the first, the second, before which FSDP2 gathers another layer
+    for the last time, and the last."""
+    kinds, found = kinds_of(model), dict[int, str]()
     for number, kind in enumerate(dict.fromkeys(kinds)):
         own = [i for i, other in enumerate(kinds) if other == kind]
-        found |= {own[-1]: f"backward of the last layer of kind {number}"}
-        found |= {own[0]: f"backward of the first layer of kind {number}"}
-    return found | {last: "backward of the last layer"} | {0: "backward of the first layer"}
+        places = {own[min(1, len(own) - 1)]: "second", own[-1]: "last", own[0]: "first"}
+        found |= {i: f"backward of the {which} layer of kind {number}" for i, which in places.items()}
+    ends = {1: "second", len(layers) - 1: "last", 0: "first"}
+    return found | {i: f"backward of the {which} layer" for i, which in ends.items()}
 
 
 @contextmanager

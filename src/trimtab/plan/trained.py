@@ -14,6 +14,7 @@ from transformers import masking_utils
 from trimtab.plan.stages import Step
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.loop import MoETrainer, arguments, own_optimizer
+from trimtab.train.models import keeps_documents_apart
 from trimtab.train.objective import Objective
 
 
@@ -25,15 +26,15 @@ def trained(model: Any, config: TrainConfig, mesh: Mesh) -> Step:
     trainer.optimizer_cls_and_kwargs = own_optimizer(config)
     trainer.accelerator = SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
     trainer.objective = Objective(model, config.grad_accum)
-    shape = config.batch_size, config.seq_len or 0
+    shape, packed = (config.batch_size, config.seq_len or 0), keeps_documents_apart(model)
 
     def loss() -> Tensor:
         ids = torch.zeros(shape, dtype=torch.int64)
-        inputs = {"input_ids": ids, "labels": ids.clone(), "real": ids.bool()}
+        inputs = dict.fromkeys(("input_ids", "labels", *(["position_ids"] if packed else [])), ids) | {"real": ids > 0}
         trainer._nll, trainer._targets = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64)
-        # Rows are one document each; transformers reads positions to find that out, and makes no mask then.
-        whole = patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16), whole:
+        # Packed conversations have masks; transformers reads positions to find that out.
+        found = patch.object(masking_utils, "find_packed_sequence_indices", lambda ids: ids if packed else None)
+        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16), found:
             made: Tensor = trainer.compute_loss(model, inputs)
         return made
 

@@ -1,4 +1,4 @@
-"""Kernels in C++ that take the memory of their calls and compute nothing: what they hold inside is seen by a ledger."""
+"""Kernels in C++ and in Triton that take the memory of their calls and compute nothing, so that a ledger sees it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.errors import ConfigError
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import RUNS_ON, names_for
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.torch_mm import GroupedMMBackend
+from trimtab.kernels.triton import GATED, WORDS
 
 
 def kernels_without_values(name: str, kind: str) -> Backend:
@@ -24,17 +26,24 @@ def kernels_without_values(name: str, kind: str) -> Backend:
     """
     if RUNS_ON.get(name, kind) != kind:
         raise ConfigError(f"--kernels {name}: they run on {RUNS_ON[name]} devices only, not on {kind}")
-    if kind == "cpu" and names_for(name, torch.device(kind))[0] == "cpu":
-        return UnrunKernels()
-    return GroupedMMBackend()
+    first = names_for(name, torch.device(kind))[0]
+    return UnrunKernels() if first == "cpu" else UnrunGlue() if "triton" in first else GroupedMMBackend()
+
+
+class UnrunGlue(GroupedMMBackend):
+    """What kernels in Triton between PyTorch's grouped GEMMs return, which is all that they hold."""
+
+    words = WORDS
+
+    def activate(self, word: str, pre_RI: Tensor, *_: Any) -> Tensor:
+        return pre_RI.new_empty(pre_RI.shape[0], pre_RI.shape[1] // (2 if WORDS.index(word) < GATED else 1))
+
+    def activate_backward(self, word: str, pre_RI: Tensor, dh_RF: Tensor, w_MK: Tensor, *more: Any) -> tuple[Any, ...]:
+        return torch.empty_like(pre_RI), torch.empty_like(dh_RF) if more[-1] else None, torch.zeros_like(w_MK)
 
 
 class UnrunKernels(CompiledKernels):
-    """For `Ledger(kernels=)` and tensors without values, whose rows fall evenly on the experts.
-
-    Raises:
-        BackendError: the kernels cannot be had here: see `CompiledKernels`.
-    """
+    """For tensors without values, whose rows fall evenly on the experts. Raises BackendError as those do."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

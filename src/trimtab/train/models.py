@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from trimtab.integrations.transformers.quantized.prequantized import prequantize
 from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.integrations.transformers.summary import own_name
 from trimtab.kernels.choose import get_backend
-from trimtab.kernels.compiled import ACTIVATIONS, CODES
+from trimtab.kernels.compiled import ACTIVATIONS
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.presets import PRESETS, byte_tokenizer, preset_config
 
@@ -197,24 +198,24 @@ def experts_format(config: TrainConfig) -> str | None:
     return found
 
 
-def packs(config: TrainConfig, skeleton: nn.Module, mesh: Mesh) -> bool:
-    """Whether the run holds frozen experts packed, unasked: on CPUs whose C++ reads them, in a layout that codes have.
-    Says where only their sizes are against it."""
+def packed(config: TrainConfig, skeleton: nn.Module, mesh: Mesh) -> TrainConfig:
+    """The options, and frozen experts packed unasked: on CPUs whose C++ reads them, in a layout that codes have. Says
+    where only their sizes are against it."""
     free = config.lora and not config.quantize and (mesh.tp == 1 or mesh.ep > 1)
-    if not free or torch.accelerator.is_available() or "packed" not in CODES or config.kernels not in ("auto", "cpu"):
-        return False
+    if not free or torch.accelerator.is_available() or config.kernels not in ("auto", "cpu"):
+        return config
     modules: list[Any] = experts_in(deepcopy(skeleton).bfloat16())
     known = all(not m.has_post_expert_norm and (word_of(m) or "-").split()[0] in ACTIVATIONS for m in modules)
     if not known or get_backend(config.kernels, torch.device("cpu")).name != "cpu":
-        return False
+        return config
     try:
         for module in modules:
             check_fits(module, "packed")
     except ConfigError as error:
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"trimtab: experts are not packed: {error}", file=sys.stderr)
-        return False
-    return True
+        return config
+    return replace(config, quantize="packed")
 
 
 def _quantized_skeleton(skeleton: nn.Module, config: TrainConfig) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import math
@@ -31,7 +30,7 @@ from trimtab.routing.loads import draw_loads
 from trimtab.train.autosave import first_signal_noted, remove_unasked
 from trimtab.train.loading import finished, load_model
 from trimtab.train.loop import MoETrainer
-from trimtab.train.models import packs, whole_model
+from trimtab.train.models import packed, whole_model
 from trimtab.train.out_folder import make_room
 from trimtab.train.plan import Plan
 from trimtab.train.presets import PRESETS
@@ -111,9 +110,7 @@ def _join_world() -> None:
 def _build(plan: Plan, rank: int) -> MoETrainer:
     if rank == 0 and sys.stderr.isatty():
         transformers_logging.enable_progress_bar()
-    packed = packs(plan.config, plan.skeleton, plan.mesh)
-    held = dataclasses.replace(plan.config, quantize="packed") if packed else plan.config
-    model = load_model(plan.checkpoint, held, plan.mesh)
+    model = load_model(plan.checkpoint, packed(plan.config, plan.skeleton, plan.mesh), plan.mesh)
     transformers_logging.disable_progress_bar()
     model = finished(model, plan.config)
     if rank == 0:

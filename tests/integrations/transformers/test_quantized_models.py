@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import FineGrainedFP8Config, Mxfp4Config
 from transformers.distributed import DistributedConfig
 
+from helpers import family_config
 from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, same_gradients, save_official, tiny
 from helpers.families import build_model, model_class, save_model
 from helpers.model_ranks import begin, full
-from helpers.peft_case import fill, lora
+from helpers.peft_case import adapt, fill, lora
 from helpers.ranks import run_ranks
 from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
@@ -30,6 +31,7 @@ from trimtab.experts.quantized import decoded
 from trimtab.integrations.transformers import QuantizedExpertsConfig, dequantize_experts, quantize_experts, quantized
 from trimtab.integrations.transformers.quantized import MARK, codes_of
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
+from trimtab.kernels.choose import get_backend
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 FORMAT = {"fp8": "fp8", "ue8m0": "fp8", "fp4": "mxfp4", "mxfp4": "mxfp4"}
@@ -186,6 +188,26 @@ def test_read_saved_and_read_again(family: str, tmp_path: Path) -> None:
     same(model_class(family).from_pretrained(tmp_path / "codes", **options), read)
 
 
+@pytest.mark.parametrize("family", READ_IN_TURN)
+def test_packed_while_it_is_read_is_packed_in_place(family: str, tmp_path: Path) -> None:
+    """And written again, what was read, byte by byte."""
+    wide = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "moe_hidden_size", "moe_latent_size"), 32)
+    ernie = family_config.FAMILY["ernie4_5_vl_moe"] | {"moe_intermediate_size": [32, 32]}
+    own = {key: value | wide for key, value in family_config.FAMILY.items()} | {"ernie4_5_vl_moe": ernie}
+    with patch.dict(family_config.SMALL, wide), patch.dict(family_config.FAMILY, own):
+        save_model(family, tmp_path / "plain", 0)
+    options = {"experts_implementation": "trimtab", "dtype": "float32"}
+    read = model_class(family).from_pretrained(
+        tmp_path / "plain", quantization_config=QuantizedExpertsConfig("packed"), **options
+    )
+    plain = model_class(family).from_pretrained(tmp_path / "plain", **options)
+    plain.save_pretrained(tmp_path / "again")
+    same(read, quantize_experts(plain, "packed"))
+    read.save_pretrained(tmp_path / "packed")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "packed" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
+
+
 PACKED: dict[str, dict[str, object]] = {
     "qwen3_moe": {}, "mixtral": {}, "gpt_oss": {}, "nemotron_h": {"layers_block_type": ["attention", "moe"]},
 }  # fmt: skip
@@ -196,8 +218,8 @@ PACKED: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("family", PACKED)
 def test_packed_is_the_model_that_was_read(family: str, dtype: str, tmp_path: Path) -> None:
     """Packed while it is read or in place: the same panels, tokens and, written, bytes; nothing in the files tells."""
-    plain = tiny(family, **PACKED[family]).to(getattr(torch, dtype)).eval()
-    plain.save_pretrained(tmp_path / "plain")
+    tiny(family, **PACKED[family]).to(getattr(torch, dtype)).save_pretrained(tmp_path / "plain")
+    plain = load(tmp_path / "plain", dtype=dtype)
     read = load(tmp_path / "plain", dtype=dtype, quantization_config=QuantizedExpertsConfig("packed"))
     placed = quantize_experts(load(tmp_path / "plain", dtype=dtype), "packed")
     same(read, placed)
@@ -206,7 +228,12 @@ def test_packed_is_the_model_that_was_read(family: str, dtype: str, tmp_path: Pa
     given: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     found = [model.generate(tokens, attention_mask=torch.ones_like(tokens), **given) for model in (plain, read)]
     assert torch.equal(*found)
-    files = [load(tmp_path / "plain", dtype=dtype), read, placed, dequantize_experts(copy.deepcopy(read))]
+    if get_backend("auto", torch.device("cpu")).name == "cpu":  # the same products, in the same order
+        (loss, got), (truth, want) = (loss_and_gradients(adapt(copy.deepcopy(model))) for model in (read, plain))
+        assert torch.equal(loss, truth)
+        assert got.keys() == want.keys()
+        assert all(torch.equal(value, want[key]) for key, value in got.items())
+    files = [plain, read, placed, dequantize_experts(copy.deepcopy(read))]
     written = [tmp_path / str(i) for i in range(len(files))]
     for model, folder in zip(files, written, strict=True):
         model.save_pretrained(folder)
@@ -228,15 +255,15 @@ def test_quantized_in_place_saved_and_read_again(tmp_path: Path) -> None:
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["int8", "packed"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_merging_is_refused_until_the_weights_are_back(family: str) -> None:
+def test_merging_is_refused_until_the_weights_are_back(family: str, name: str) -> None:
     peft = pytest.importorskip("peft")
-    base = quantize_experts(tiny(family), "int8")
+    base = quantize_experts(tiny(family), name)
     model = peft.get_peft_model(base, lora(base, target_modules=["q_proj"]))
     fill(model)
-    plain = peft.get_peft_model(
-        dequantize_experts(quantize_experts(tiny(family), "int8")), model.peft_config["default"]
-    )
+    values = tiny(family) if name == "packed" else dequantize_experts(quantize_experts(tiny(family), name))
+    plain = peft.get_peft_model(values, model.peft_config["default"])
     fill(plain)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     for merge in (model.merge_and_unload, model.merge_adapter):
@@ -354,3 +381,11 @@ def test_refused(tmp_path: Path) -> None:
         parameter.data = parameter.data.to(torch.bfloat16) if parameter.is_floating_point() else parameter.data
     with pytest.raises(ConfigError, match=r"scales of int8 came in torch.bfloat16"):
         loss_and_gradients(half)
+    for model, says in (
+        (tiny("qwen3_moe", hidden=48), "blocks of 32 outputs, which straddle gate and up in Qwen3MoeExperts: 48 each"),
+        (tiny("nemotron_h", hidden=80), r"blocks of 32 outputs, and NemotronHExperts\.up_proj has 80"),
+        (tiny("qwen3_moe").half(), r"float32 or bfloat16, and Qwen3MoeExperts\.gate_up_proj is in torch\.float16"),
+    ):
+        with pytest.raises(ConfigError, match=f"packed (has|holds weights in) {says}"):
+            quantize_experts(model, "packed")
+        assert marks(model) == {None}, "and is left whole"

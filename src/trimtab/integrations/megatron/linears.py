@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from megatron.core import __version__
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.moe import experts
 from torch import Tensor
@@ -28,6 +28,8 @@ from trimtab.integrations import transformer_engine as te
 from trimtab.integrations.megatron.protocol import ModuleSpec, asked
 from trimtab.integrations.megatron.sharded_state import linear_state
 
+ASKED = tuple(map(int, __version__.split(".")[:2])) >= (0, 19)
+"""Megatron's Muon asks a parameter for the parts that it takes it apart into; before, it knew those of attention."""
 SUBMODULES = getattr(experts, "GroupedMLPSubmodules", experts.MLPSubmodules)
 """The former has been there since 0.17."""
 PRODUCTS = {
@@ -82,8 +84,7 @@ class ExpertShare:
             param.allreduce, param.tensor_model_parallel = not of_experts, cut
             if cut:
                 param.partition_dim, param.partition_stride = self.cut + self.single_parameter, self.halves
-            kept = getattr(layers, "_MODEL_PARALLEL_ATTRIBUTE_DEFAULTS", ())
-            if self.halves > 1 and name.startswith("weight") and "qkv_split_shapes" in kept:  # its Muon asks for it
+            if self.halves > 1 and name.startswith("weight") and ASKED:
                 param.is_qkv, param.qkv_split_shapes = True, [param.shape[-2] // self.halves] * self.halves
 
     def draw_share(self, weight: Tensor) -> None:

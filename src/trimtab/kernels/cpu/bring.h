@@ -211,14 +211,34 @@ struct Matrix<coded<T>> {
             const long some = std::min<long>(NR, nn - n);
 #if defined(HAVE_DECODE)
             if (some == NR && kn % (2 * VL) == 0) {
-                for (long i = 0; i < NR; i += VL)
-                    decode_words<Op, T>(w, output(part, n0 + n + i), step, k0, kn, to.at(0, n + i));
+                with_codes(w.type, [&](auto type) {
+                    panel_of_codes<Op, T, type>(w, output(part, n0 + n), step, k0, kn, to.at(0, n));
+                });
                 continue;
             }
 #endif
             for (long i = 0; i < some; i++) w.decode(output(part, n0 + n + i), k0, kn, rows + i * ld);
             bring_transposed<Op>(rows, ld, kn, some, {to.p + n / NR * to.panel, to.row, to.panel});
         }
+    }
+    // The product of few rows with a panel, if it is made without being brought.
+    template <class Op>
+    bool multiplied(
+        int part, long k0, long kn, long n0, long M, const typename Op::Word* a, long lda, const Sums& c
+    ) const {
+        bool done = false;
+#if defined(HAVE_DECODE)
+        if constexpr (Op::tall < NR) {
+            done = M > 0 && M <= 4 && kn % (2 * VL) == 0;
+            if (done)
+                with_codes(w.type, [&](auto type) {
+                    const auto run = M == 1 ? tile_of_codes<Op, T, type, 1>
+                        : M == 2 ? tile_of_codes<Op, T, type, 2> : tile_of_codes<Op, T, type, 4>;
+                    run(w, output(part, n0), step, k0, kn, M, a, lda, c);
+                });
+        }
+#endif
+        return done;
     }
     Ahead where(int part, long k0, long kn, long n0, long nn) const {
         if (by_rows) return {(const char*)w.at(k0, first + n0), w.bytes(w.ins), kn, w.bytes(nn)};

@@ -140,6 +140,13 @@ void gemm(
         do {
             const long k1 = step_end<Op>(weight, k0, K), kn = k1 - k0;
             for (int part = 0; part < parts; part++) {
+                if constexpr (Decoded<W>::codes) {
+                    float* sums = c + part * side;
+                    const Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, NEAR};
+                    const bool alone = nn == NR && weight.own(k0, kn) == kn && !by_rows;
+                    if (alone && weight.template multiplied<Op>(part, k0, kn, n0, M, a.at(0, k0 / Op::values), a.ld, way))
+                        continue;
+                }
                 const auto panels = weight.template panels<Op>(part, b + part * side * Op::panel, k0, kn, n0, nn);
                 const Ahead next = part + 1 < parts ? weight.where(part + 1, k0, kn, n0, nn)
                     : k1 < K ? weight.where(0, k1, step_end<Op>(weight, k1, K) - k1, n0, nn)

@@ -71,11 +71,6 @@ INLINE vu high_pairs(vhh even, vhh odd, std::integer_sequence<int, L...>) {
     return (vu)__builtin_shufflevector(even, odd, (VL + L / 2 + L % 2 * 2 * VL)...);
 }
 
-template <int... L>
-INLINE vu in_turn(vhh halves, std::integer_sequence<int, L...>) {
-    return (vu)__builtin_shufflevector(halves, halves, (L / 2 + L % 2 * VL)...);
-}
-
 struct Pairs {
     using Word = uint32_t;
     using Value = bf16;
@@ -104,10 +99,10 @@ struct Pairs {
         to[0] = low_pairs(a, b, lanes);
         to[1] = high_pairs(a, b, lanes);
     }
-    template <class>
-    static INLINE uint32_t* put_two(vf even, vf odd, uint32_t* to) {
-        store(to, in_turn(narrow(even, odd), std::make_integer_sequence<int, 2 * VL>{}));
-        return to + NR;
+    template <class, class Take>
+    static INLINE void take_two(const vf* v, long k, const Take& take) {
+        const vu words[2] = {(vu)narrow(v[0], v[1]), (vu)narrow(v[2], v[3])};
+        take(k, words);
     }
     static INLINE vu read(const uint32_t* p) { return *(const vu_any*)p; }
     static INLINE void put_row(const bf16* from, bf16* to, long n) { memcpy(to, from, n * sizeof(bf16)); }

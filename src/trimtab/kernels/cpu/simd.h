@@ -165,7 +165,7 @@ INLINE vf sigmoid(vf x) {  // 0 where exp(-x) is cut: x itself may be large enou
     return x < -88.0f ? vf{} : y;
 }
 
-// Exchange of blocks of S lanes between two of the VL rows that are transposed.
+// Exchange of blocks of S lanes between two of the rows that are transposed, whose elements are of E lanes.
 template <int S, int... L>
 INLINE vf low(vf a, vf b, std::integer_sequence<int, L...>) {
     return __builtin_shufflevector(a, b, ((L & S) == 0 ? L : VL + L - S)...);
@@ -174,17 +174,17 @@ template <int S, int... L>
 INLINE vf high(vf a, vf b, std::integer_sequence<int, L...>) {
     return __builtin_shufflevector(a, b, ((L & S) == 0 ? L + S : VL + L)...);
 }
-template <int S>
+template <int S, int E = 1>
 INLINE void exchange(vf* r) {
     if constexpr (S < VL) {
         auto lanes = std::make_integer_sequence<int, VL>{};
-        UNROLL for (int i = 0; i < VL; i++) {
-            if (i & S) continue;
-            vf a = r[i], b = r[i + S];
+        UNROLL for (int i = 0; i < VL / E; i++) {
+            if (i & S / E) continue;
+            vf a = r[i], b = r[i + S / E];
             r[i] = low<S>(a, b, lanes);
-            r[i + S] = high<S>(a, b, lanes);
+            r[i + S / E] = high<S>(a, b, lanes);
         }
-        exchange<2 * S>(r);
+        exchange<2 * S, E>(r);
     }
 }
 INLINE void transpose(vf* r) { exchange<1>(r); }

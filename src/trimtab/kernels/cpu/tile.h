@@ -109,12 +109,18 @@ struct Floats {
         for (long i = 0; i < n; i += VL) store(to + i, load(from + i, n - i));
     }
     static INLINE void end_row(float*, long) {}
-    // Two values of VL columns, to the words of two k; T: what they are rounded to.
-    template <class T>
-    static INLINE float* put_two(vf even, vf odd, float* to) {
-        store(to, sizeof(T) == 2 ? as_bf16(even) : even);
-        store(to + NR, sizeof(T) == 2 ? as_bf16(odd) : odd);
-        return to + 2 * NR;
+    // Of an even and an odd k in turn of NR columns the words; T: what values are rounded to.
+    template <class T, class Take>
+    static INLINE void take_two(const vf* v, long k, const Take& take) {
+        const auto lanes = std::make_integer_sequence<int, VL>{};
+        vf even[2], odd[2];
+        UNROLL for (int j = 0; j < 2; j++) {
+            even[j] = every_second<0>(v[2 * j], v[2 * j + 1], lanes);
+            odd[j] = every_second<1>(v[2 * j], v[2 * j + 1], lanes);
+            if (sizeof(T) == 2) even[j] = as_bf16(even[j]), odd[j] = as_bf16(odd[j]);
+        }
+        take(k, even);
+        take(k + 1, odd);
     }
     static INLINE vf spread(float x) { return splat(x); }
     static INLINE vf add(vf sum, vf a, vf b) { return multiply_add(a, b, sum); }

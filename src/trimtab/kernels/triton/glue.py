@@ -23,12 +23,9 @@ from trimtab.kernels.api import Block, as_it_lies
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.tensor_checks import row_major
 from trimtab.kernels.torch_mm import GroupedMMBackend
+from trimtab.kernels.triton import GATED, WORDS
 from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, tl, triton
 from trimtab.kernels.triton.moves import BLOCK, block_of, combine, gather, place_slots
-
-WORDS = ("swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu_squared")
-"""Activations that the kernels know; the first `GATED` have a gate."""
-GATED = 3
 
 
 def _slope(x, ACT: tl.constexpr):  # type: ignore[no-untyped-def]

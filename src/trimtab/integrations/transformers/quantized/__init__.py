@@ -152,7 +152,7 @@ def _hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor, mark: t
     delattr(module, weight)
     for key, value in ((weight, codes), (weight + SCALES, scales)):
         module.register_parameter(key, nn.Parameter(value, requires_grad=False))
-    if show_weights not in module._state_dict_hooks.values():
+    if not hasattr(module, MARK):
         module.register_state_dict_post_hook(show_weights)  # type: ignore[no-untyped-call]
     setattr(module, MARK, mark)
 

@@ -215,7 +215,10 @@ def with_known_transposes(
 def run(steps: Sequence[loading.ConversionOps], tensors: Tensors, kwargs: dict[str, Any]) -> Tensors:
     """The result of all steps; one tensor of no steps by its new name."""
     for step in steps:
-        tensors = step.convert(tensors, **kwargs)
+        made = step.convert(tensors, **kwargs)
+        if made is not tensors:
+            tensors.clear()  # whoever called has no need of a second copy
+        tensors = made
     if not steps and len(tensors) == len(kwargs["target_patterns"]) == 1:
         return {kwargs["target_patterns"][0]: first(next(iter(tensors.values())))}
     return tensors

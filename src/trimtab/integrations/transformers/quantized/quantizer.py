@@ -26,10 +26,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
-from trimtab.experts.quantized import FORMATS, encoded
+from trimtab.experts.quantized import FORMATS, encoded, in_huge_pages
 from trimtab.integrations.transformers import quantized as on_module
 from trimtab.integrations.transformers.experts import is_ours
 from trimtab.integrations.transformers.quantized import conversion
+from trimtab.parallel.meshes import local_part
 
 METHOD = "trimtab_experts"
 BESIDE = "bitsandbytes"  # for linear layers
@@ -216,6 +217,9 @@ def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer
         if is_transformers_experts(module) and not hasattr(module, on_module.MARK)
     ]
     config.modules_to_not_convert = [name.removeprefix(f"{model.base_model_prefix}.") for name in plain] or None
+    for module in [module for module in model.modules() if hasattr(module, on_module.MARK)]:
+        for _, codes in on_module.weights_in(module):
+            in_huge_pages(local_part(codes))
     quantizer = ExpertsQuantizer(config, rest, pre_quantized=True)
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
     lossless = FORMATS[config.format].decode is not None
