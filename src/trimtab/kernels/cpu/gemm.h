@@ -36,12 +36,13 @@ bool by_panel(const Right<W>& weight, long M) {
 template <class Op, class W>
 Ahead first_of(const Right<W>& weight, long M, long K, long N) {
     const Brought b = brought<Op>(M, K, weight.parts);
-    const auto part = [&](int part) { return weight.where(part, 0, b.k, 0, std::min(N, by_panel<Op>(weight, M) ? NR : b.n)); };
+    const long n = std::min(N, by_panel<Op>(weight, M) ? NR : b.n);
+    const auto part = [&](int part) { return weight.where(part, 0, b.k, 0, n); };
     return weight.parts > 1 ? part(0).and_beside(part(1)) : part(0);
 }
 
-// The product of A with B's block [k0 : k0 + kn, n0 : n0 + nn] goes to the sums: at once, or panel by panel where B lies
-// so. What comes next is asked for meanwhile; of a panel beside a handful of rows the hardware foresees more.
+// The product of A with B's block [k0 : k0 + kn, n0 : n0 + nn] goes to the sums: at once, or panel by panel where B
+// lies so. What comes next is asked for meanwhile; of a panel beside a handful of rows the hardware foresees more.
 template <class Op>
 void add_product(
     long M, long nn, long k0, long kn, Left<typename Op::Word> a, const Panels<const typename Op::Word>& b,
@@ -143,9 +144,9 @@ void gemm(
                 if constexpr (Decoded<W>::codes) {
                     float* sums = c + part * side;
                     const Sums way = {k0 > 0 ? sums : nullptr, LDC, sums, LDC, NEAR};
+                    const auto* rows = a.at(0, k0 / Op::values);
                     const bool alone = nn == NR && weight.own(k0, kn) == kn && !by_rows;
-                    if (alone && weight.template multiplied<Op>(part, k0, kn, n0, M, a.at(0, k0 / Op::values), a.ld, way))
-                        continue;
+                    if (alone && weight.template multiplied<Op>(part, k0, kn, n0, M, rows, a.ld, way)) continue;
                 }
                 const auto panels = weight.template panels<Op>(part, b + part * side * Op::panel, k0, kn, n0, nn);
                 const Ahead next = part + 1 < parts ? weight.where(part + 1, k0, kn, n0, nn)
