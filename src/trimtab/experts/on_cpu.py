@@ -28,22 +28,23 @@ Fields = dict[str, Any]
 ADAPTED = 32
 """Where there are adapters, D and F are multiples of it: their columns lie behind the others (cpu/bring.h)."""
 NAMES = ("up", "down")
-IN_TURN = {"packed_pairs": "packed", "packed": "in no order that C++ reads"}
-"""Of an up whose gate is in turn with it, what C++ knows its format as: it wants the gates' panels before the ups'."""
 
 
 def covers(p: Pass) -> bool:
     """Whether the C++ kernels compute this call."""
     up, down = p.up, p.down
-    adapted, known = up.lora is not None or down.lora is not None, _known(p.word)
+    adapted = up.lora is not None or down.lora is not None
+    known = _known(p.word)
     if not isinstance(p.kernels, CompiledKernels) or known is None or p.x.dtype not in TYPES:
         return False
-    form = IN_TURN.get(up.format, up.format) if known.get("interleaved") else up.format
-    if form != down.format or form not in ("", *CODES) or len(up.biases) != len(down.biases):
+    number = CODES.get(up.format)
+    if number != CODES.get(down.format) or up.format not in ("", *CODES) or len(up.biases) != len(down.biases):
         return False
     dtype = up.values[0].dtype
-    if form == "packed" and not dtype is down.values[0].dtype is p.x.dtype:
-        return False
+    if number == CODES["packed"]:  # of the rows' type, and parted as C++ reads them
+        parted = (up.format == "packed_pairs") == bool(known.get("interleaved"))
+        if not parted or not dtype is down.values[0].dtype is p.x.dtype:
+            return False
     for weight in (up, down):
         if weight.values[0].ndim < 3:
             return False

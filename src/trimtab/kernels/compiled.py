@@ -39,7 +39,7 @@ SOURCES = Path(__file__).parent / "cpu"
 MAIN = SOURCES / "experts.cpp"
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-CODES = {"nf4": 2, "int8": 3, "fp8": 4, "mxfp4": 5, "packed": 6}
+CODES = {"nf4": 2, "int8": 3, "fp8": 4, "mxfp4": 5, "packed": 6, "packed_pairs": 6}
 """Formats of `trimtab.experts.quantized` by their numbers in cpu/call.h."""
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
 """In the order of their numbers in cpu/call.h."""
