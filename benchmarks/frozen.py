@@ -5,7 +5,8 @@ a prompt. Each call has other tokens than the last ones, so that weights come fr
 which transformers' `grouped_mm`, vLLM, zentorch and KTransformers have as well. *codes*: NF4, INT8, FP8 and MXFP4,
 beside vLLM's kernel of as many bits; its int4 and int8 quantize tokens too, which trimtab does not. *step*: a training
 step of adapters of rank 16 on the experts of a 3-layer Qwen3-MoE whose base is frozen, as `python -m benchmarks step`
-builds it, beside peft over `grouped_mm`.
+builds it, beside peft over `grouped_mm`. How the other projects' wheels are installed, and which, is said in
+`benchmarks/frozen_peers.py`; one that is not here is a row with its reason.
 
 All contestants hold the same weights, of values that every format holds exactly, and are judged by the same layer in
 float64: 1e-2 of the largest output, 4e-2 for codes. zentorch puts weights in its own order at the first call that

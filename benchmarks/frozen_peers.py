@@ -120,6 +120,9 @@ def zentorch_bf16(case: LayerCase, up_bID: Tensor, down_bDF: Tensor, spread: Spr
         torch.ops.zentorch.zentorch_fused_moe(y_TD, x_TD, up, down, None, None, w_TK, ids_TK, False, "silu")
         return y_TD
 
+    tokens = max(256, case.num_experts)  # a prompt
+    ids_TK = (torch.arange(tokens)[:, None] + torch.arange(case.top_k)) % case.num_experts
+    layer(torch.zeros(tokens, case.dim, dtype=up.dtype), ids_TK.int(), torch.ones(tokens, case.top_k))
     return layer
 
 

@@ -31,7 +31,7 @@ def adapters_step_task(*, batch: int = 4, length: int = 512, threads: int, tiny:
 
     return Task(
         part="frozen",
-        case={"dtype": "a step of adapters", "tokens": batch * length, "threads": threads, "against": "trimtab, plain"},
+        case={"dtype": "a step of adapters", "tokens": batch * length, "threads": threads},
         contestants=[
             made("peft over grouped_mm", "peer", "grouped_mm"),
             made("trimtab, plain", "ours", "trimtab"),
