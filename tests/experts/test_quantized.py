@@ -213,7 +213,7 @@ def test_a_module_of_codes_saves_loads_and_trains_what_is_left(name: str) -> Non
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", list(CODES))
+@pytest.mark.parametrize("name", sorted(CODES.keys() - {"packed_pairs"}))  # that of gate and up in turn
 def test_cpp_has_the_bits_of_decoded_weights(name: str, threads: int) -> None:
     """That of experts whose weights are what the codes stand for, whichever rows share a product."""
     for dtype in (torch.float32, torch.bfloat16):
