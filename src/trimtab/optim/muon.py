@@ -35,7 +35,7 @@ from trimtab.optim.exchange import (
 from trimtab.optim.layout import Layout
 from trimtab.optim.low_bits import widen, write_back
 from trimtab.optim.matrices import Found, Layouts, Rule, find_matrices
-from trimtab.optim.newton_schulz import KELLER, Coefficients, NewtonSchulz, plain
+from trimtab.optim.newton_schulz import KELLER, Coefficients, NewtonSchulz, at_once, plain
 from trimtab.parallel.meshes import local_part
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -44,8 +44,6 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 }
 """`adjust_lr_fn` of torch.optim.Muon by name, of one matrix."""
 STATE: dict[Rule, tuple[str, ...]] = {"muon": ("momentum_buffer",), "adamw": ("exp_avg", "exp_avg_sq")}
-MOST, MOST_ON_CPU = 256 << 20, 8 << 20
-"""Bytes of an operand of Newton-Schulz: on a CPU larger ones are paged in anew at each product."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -171,7 +169,7 @@ class Muon(torch.optim.Optimizer):
                 self._narrow(param, wide)
 
     def _buckets(self, params: Iterable[nn.Parameter]) -> Iterator[tuple[Layout, list[Cut], list[nn.Parameter]]]:
-        """Those with a gradient, alike in layout, shape, dtype, device and placement: as many as `MOST` bytes hold."""
+        """Those with a gradient, alike in layout, shape, dtype, device and placement: as many as are taken at once."""
         alike: dict[Any, list[nn.Parameter]] = {}
         for param in params:
             placed = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
@@ -180,7 +178,7 @@ class Muon(torch.optim.Optimizer):
         cut = [(key[0], cuts_of(self.found(each[0]).name, each[0]), each) for key, each in alike.items()]
         check_gradients([(self.found(param).name, param, cuts) for _, cuts, every in cut for param in every])
         for layout, cuts, every in cut:
-            number = _at_once(largest_part(every[0], cuts), every[0].dtype, every[0].device)
+            number = at_once(largest_part(every[0], cuts), every[0].dtype, every[0].device)
             each = [param for param in every if param.grad is not None]
             yield from ((layout, cuts, each[first : first + number]) for first in range(0, len(each), number))
 
@@ -209,7 +207,7 @@ class Muon(torch.optim.Optimizer):
         """Newton-Schulz of each matrix, in place. updates: contiguous, alike, every matrix whole."""
         for views in zip(*map(layout.views, updates), strict=True):
             all_Brsn = torch.cat(views) if len(views) > 1 else views[0]
-            for x_Brsn in all_Brsn.split(_at_once(all_Brsn[:1].numel(), self.ns_dtype, all_Brsn.device)):
+            for x_Brsn in all_Brsn.split(at_once(all_Brsn[:1].numel(), self.ns_dtype, all_Brsn.device)):
                 made = self.newton_schulz(x_Brsn.flatten(1, 2), self.coefficients, self.ns_dtype)
                 x_Brsn.copy_(made.reshape(x_Brsn.shape))
             if len(views) > 1:
@@ -299,8 +297,3 @@ def for_trainer() -> type[Muon]:
     """For transformers' Trainer, which calls what this gives with the model:
     `optimizer_cls_and_kwargs=(trimtab.optim.for_trainer, {"lr": 3e-4})`."""
     return Muon
-
-
-def _at_once(elements: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many of so many elements are an operand of Newton-Schulz."""
-    return max(1, (MOST_ON_CPU if device.type == "cpu" else MOST) // max(1, elements * dtype.itemsize))

@@ -22,6 +22,8 @@ NewtonSchulz = Callable[[Tensor, Coefficients, torch.dtype], Tensor]
 """x [B, rows, columns] of any float dtype, coefficients, the dtype to compute in -> [B, rows, columns] in that dtype. x
 is not written, zeros give zeros, and each matrix is treated as if it were alone."""
 
+MOST, MOST_ON_CPU = 256 << 20, 8 << 20
+"""Bytes of an operand: on a CPU larger ones are paged in anew at each product."""
 EPS = 1e-7
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 _EXACT = (
@@ -71,3 +73,8 @@ def _normalized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
     x = x.to(dtype)
     x_Bmn = x.mT if tall else x
     return x_Bmn / torch.linalg.vector_norm(x_Bmn, dim=(-2, -1), keepdim=True).clamp(min=EPS), tall
+
+
+def at_once(elements: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many of so many elements are an operand."""
+    return max(1, (MOST_ON_CPU if device.type == "cpu" else MOST) // max(1, elements * dtype.itemsize))

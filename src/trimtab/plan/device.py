@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from trimtab.optim import muon
+from trimtab.optim import newton_schulz
 
 MB = 1 << 20
 HOLDS: dict[str, tuple[str, ...]] = {"gloo": ("_allgather_base_", "_reduce_scatter_base_"), "nccl": ()}
@@ -55,8 +55,8 @@ class Device:
     @contextmanager
     def as_there(self) -> Iterator[None]:
         """Have optimizers that are not told otherwise step as they do there, and Muon take as much at once."""
-        most = muon.MOST_ON_CPU if self.kind == "cpu" else muon.MOST
-        with patch.object(muon, "MOST_ON_CPU", most), register_optimizer_step_pre_hook(self._before_step):
+        most = newton_schulz.MOST_ON_CPU if self.kind == "cpu" else newton_schulz.MOST
+        with patch.object(newton_schulz, "MOST_ON_CPU", most), register_optimizer_step_pre_hook(self._before_step):
             yield
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
