@@ -1,7 +1,6 @@
 """All-to-all between ranks of which one alone is there, without values: how many rows come and go is given.
 
-For planning a run on meta or fake tensors, over a group of torch's "fake" backend. Rows, buffers, their lifetimes and
-what waits for the next call are those of `AllToAll`.
+For planning on meta or fake tensors, over torch's "fake" backend. Rows, buffers and their lives are those of `AllToAll`.
 
 Legend: P ranks, C columns of the message.
 """
@@ -56,20 +55,18 @@ Traffic = Callable[[Call], tuple[Moved, Moved]]
 class Pool(HostBufferPool):
     """Lends bytes without values, in one dim, and has them back once nothing else refers to them."""
 
-    _out: Any
-
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         if shape[0] < SMALL:
             return torch.empty(shape, dtype=dtype)
         self.count()  # what came back did so before this call
         self._news.append(shape[0])
-        held: Any = self._enter(shape[0]) or torch.empty(shape, dtype=dtype).untyped_storage()
-        self._out[id(held)] = held
-        return torch.empty(0, dtype=dtype).set_(held)
+        lent: Any = self._enter(shape[0]) or torch.empty(shape, dtype=dtype).untyped_storage()
+        self._out[id(lent)] = lent
+        return torch.empty(0, dtype=dtype).set_(lent)
 
     def _count_news(self) -> None:
-        back = [at for at, held in self._out.items() if torch._C._storage_Use_Count(held._cdata) == 1]
-        self._news.extend(self._out.pop(at) for at in back)
+        out: Any = self._out
+        self._news.extend([out.pop(at) for at in [*out] if torch._C._storage_Use_Count(out[at]._cdata) == 1])
         super()._count_news()
 
 
