@@ -34,7 +34,7 @@ LAYER = (5135, 37)
 """Lines and files that `import trimtab.moe` loads."""
 FORWARD = 15
 """Statements in `MoE.forward`."""
-PRIVATE = 24
+PRIVATE = 25
 """Lines that touch a private name of torch. Each name has a reason:"""
 REASONS = {
     "DataDependentOutputException": "what an operator raises that would read a value where there is none",
@@ -43,6 +43,8 @@ REASONS = {
     "ShardingPropagator": "DTensor tries operators out on tensors that a ledger must not count",
     "TorchDispatchMode": "the base of every dispatch mode lies in a private module",
     "_assert_async": "a check on the device without a sync",
+    "_storage_Use_Count": "memory without values that a pool has lent is back when nothing else refers to it",
+    "is_fake": "whether a parameter, a DTensor too, has values",
     "_cdata": "which storage it is, while it lives, with values or without: a fake one has no address",
     "_current_graph_task_id": "whether a backward runs: no public question",
     "_current_level": "whether forward-mode AD, or a transform of torch.func, is on: both are refused in one sentence",

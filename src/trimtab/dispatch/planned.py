@@ -1,6 +1,6 @@
 """All-to-all between ranks of which one alone is there, without values: how many rows come and go is given.
 
-For planning on meta or fake tensors, over torch's "fake" backend. Rows, buffers and their lives are those of `AllToAll`.
+For planning on meta or fake tensors, over torch's "fake" backend. Rows, buffers, their lives are those of `AllToAll`.
 
 Legend: P ranks, C columns of the message.
 """
