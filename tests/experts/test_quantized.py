@@ -210,6 +210,8 @@ def test_a_module_of_codes_saves_loads_and_trains_what_is_left(name: str) -> Non
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for one in found for a, b in zip(one, found[0], strict=True))
     with pytest.raises(ConfigError, match="quantized once"):
         experts.quantize_(name)
+    with pytest.raises(ConfigError, match="gate_up came without gate_up_scales"):
+        other.load_state_dict(ExpertMLP(4, 128, 64, bias=True).state_dict(), strict=False)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

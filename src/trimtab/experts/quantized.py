@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
 
@@ -164,6 +165,14 @@ def check_held(codes: Tensor, scales: Tensor, name: str, dtype: torch.dtype, of:
             )
     if codes.requires_grad:
         raise ConfigError(f"{of}'s codes of {name} do not train: take requires_grad from them", phase="experts")
+
+
+def refuse_values(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before `load_state_dict`: raise ConfigError for plain weights, which a loose load would take for codes."""
+    for name, _scales in module.named_parameters(prefix.removesuffix("."), recurse=False):
+        of = name.removesuffix("_scales")
+        if of != name and of in state and name not in state:
+            raise ConfigError(f"{of} came without {name}: load plain weights first, and quantize them then")
 
 
 def every_code(name: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
