@@ -120,11 +120,12 @@ def test_blocks_of_fp8_may_be_cut_at_the_end() -> None:
     [
         ("nf4", 96, "multiple"), ("fp8", 128, "can be quantized"), ("nf5", 64, "can be quantized"),
         ("packed", 64, "packed has blocks of 32 outputs, and a weight has 4, no multiple"),
+        ("packed_pairs", 64, "can be quantized"),
     ],
 )  # fmt: skip
 def test_refused_to_quantize(name: str, ins: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        quantized(torch.ones(1, 4, ins), name)
+        quantized(torch.ones(1, 2, 4, ins), name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -116,7 +116,7 @@ def quantized(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
         ConfigError: there is none, or its blocks do not divide the weights, or it does not hold their dtype.
     """
     f = FORMATS.get(name)
-    if f is None or f.quantize is None:
+    if f is None or f.quantize is None or (f.runs > 1 and weight.dim() > 3):  # parts that lie apart take no turns
         raise ConfigError(f"weights can be quantized to {encoded()}, not to {name!r}", phase="experts")
     if why := misfit(name, weight.shape[-2], weight.shape[-1], weight.dtype):
         raise ConfigError(why, phase="experts")
