@@ -14,8 +14,8 @@ from torch import Tensor
 
 from helpers.emulated import INSTRUCTIONS, emulated, fenced, own
 from trimtab.errors import BackendError
+from trimtab.experts.quantized import quantized
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
-from trimtab.kernels.expert_check import packed
 
 pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share
 WIDTHS = ((64, 96), (288, 64), (544, 352))
@@ -41,7 +41,7 @@ class Case:
         self.plain = [fenced(torch.randn(4, *shape).mul(0.1).to(dtype)) for shape in ((2 * F, D), (D, F))]
         up = self.plain[0]
         parted = torch.cat((up[:, ::2], up[:, 1::2]), 1) if interleaved else up
-        self.packed = [fenced(packed(t), 1) for t in (parted, self.plain[1])]  # on no boundary
+        self.packed = [fenced(quantized(t, "packed")[0], 1) for t in (parted, self.plain[1])]  # on no boundary
 
     def run(self, kernels: CompiledKernels, form: str, rows: list[Tensor], r: int = 0, threads: int = 2) -> Any:
         """`BACK` of rows x, dy [R, D] and w [R, 1] of experts with so many each."""

@@ -175,11 +175,14 @@ def refuse_values(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
             raise ConfigError(f"{of} came without {name}: load plain weights first, and quantize them then")
 
 
-def every_code(name: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def every_code(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of every byte that stands for numbers, scales with which they are around 1, and the weights [e, out, in] in
-    float32: for tests of what reads codes."""
+    float32: for tests of what reads codes. dtype: of packed ones."""
     f, (e, outs, ins) = FORMATS[name], shape
     place = torch.arange(e * outs * ins // f.per_byte)
+    if f.decode:
+        weight = ((place * 37 % 255 - 127) / 512).to(dtype).view(shape)
+        return (*quantized(weight, name), weight.float())
     codes = (place * 37 % (127 if name == "fp8" else 256)).to(torch.uint8)  # e4m3 has NaN at 127
     if name == "fp8":
         codes |= (place % 3 == 0).to(torch.uint8) << 7
