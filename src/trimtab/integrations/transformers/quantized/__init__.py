@@ -164,7 +164,8 @@ def _placed_as(like: Tensor, local: Tensor) -> Tensor:
         return local
     if any(isinstance(place, Shard) and place.dim != 0 for place in like.placements):
         raise ConfigError("experts of codes are sharded by expert alone")
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+    size, mesh = torch.Size((len(like), *local.shape[1:])), like.device_mesh  # FSDP's ranks may hold different numbers
+    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=size, stride=local.stride())
 
 
 def check_all_read(model: nn.Module) -> None:
