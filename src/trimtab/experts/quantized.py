@@ -31,7 +31,7 @@ NF4 = (
 )  # fmt: skip
 """Quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314)."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-HUGE, _COLLAPSE = 2**21, 25
+HUGE, _COLLAPSE = 2**21, 25  # bytes of a huge page; Linux's MADV_COLLAPSE
 _127TH = 7.874015718698502e-3
 
 
@@ -43,8 +43,8 @@ class Format:
     codes stand for numbers around 1.
 
     decode: of codes that are the values in another order, a view of them that has, flat, the order of the weights;
-    their scales are 1. runs: of outputs that lie in turn in the weights. in_turn: the format for gate and up in turn,
-    where it is not this one."""
+    their scales are 1. runs: parts whose outputs lie in turn in the weights. in_turn: the format for gate and up in
+    turn, where it is not this one."""
 
     per_byte: int
     outs: int
