@@ -49,7 +49,7 @@ MUTANTS = (
         Edit("optim.exchange:_swap", "strict=True)]", "strict=True)][::-1]"),
         test=RanksTest(run=check_dealt, ranks=2, args=("fsdp, dim 0",))),
     bug("share_as_a_matrix", "a rank orthogonalizes what it has of a matrix that is cut, as if it were whole",
-        Edit("optim.exchange:cuts_of", "    if found:", "    found = []\n    if found:"),
+        Edit("optim.exchange:cuts_of", "    return found", "    return []"),
         look="2r-etp2-local-muon/*"),
     bug("dealt_to_others", "matrices go to other ranks than their shares come home from",
         Edit("optim.exchange:whole_matrices", "0, dealt, cut.group", "0, dealt[::-1], cut.group"),
