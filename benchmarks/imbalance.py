@@ -58,12 +58,7 @@ def imbalance_task(
         ExchangeOptions(replicate_experts=way, copy_cost=copy_cost)
 
     def made(name: str, role: Role, transport: str = "", way: Replication = PLAIN) -> Contestant:
-        args = {
-            "workloads": list(workloads),
-            "transport": transport,
-            "replicate_experts": way,
-            "copy_cost": copy_cost,
-        }
+        args = {"workloads": list(workloads), "transport": transport, "replicate_experts": way, "copy_cost": copy_cost}
         return Contestant(
             name=name, role=role, group=transport, build=f"{__name__}:build", args=case.as_args(**args), ranks=RANKS
         )

@@ -44,11 +44,7 @@ def gemm(rows: int, wide: int, deep: int, dtype: torch.dtype) -> tuple[Callable[
     """x [N, deep] @ w^T [deep, wide], and its gradients of x and of w: three products of the same FLOPs."""
     x, w, y = (torch.randn(shape).to(dtype) for shape in ((rows, deep), (wide, deep), (rows, wide)))
     dx, dw = torch.empty_like(x), torch.empty_like(w)
-    return (
-        lambda: torch.mm(x, w.t(), out=y),
-        lambda: torch.mm(y, w, out=dx),
-        lambda: torch.mm(y.t(), x, out=dw),
-    )
+    return (lambda: torch.mm(x, w.t(), out=y), lambda: torch.mm(y, w, out=dx), lambda: torch.mm(y.t(), x, out=dw))
 
 
 def in_turn(steps: list[Callable[[], object]]) -> Callable[[], None]:

@@ -75,10 +75,7 @@ def step(what: str, folder: str) -> None:
     watching = threading.Thread(target=watch, daemon=True)
     watching.start()
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.bfloat16,
-        experts_implementation="trimtab",
-        quantization_config=QuantizedExpertsConfig(what),
+        folder, dtype=torch.bfloat16, experts_implementation="trimtab", quantization_config=QuantizedExpertsConfig(what)
     )
     seconds = time.monotonic() - begin
     done.set()

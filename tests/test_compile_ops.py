@@ -169,9 +169,7 @@ def test_what_no_graph_can_hold_is_not_exported() -> None:
 
 
 @pytest.mark.parametrize(
-    "router",
-    [{"capacity_factor": 1.1}, {"select": "expert_choice", "capacity_factor": 0.6, "aux_loss": 0.1}],
-    ids=str,
+    "router", [{"capacity_factor": 1.1}, {"select": "expert_choice", "capacity_factor": 0.6, "aux_loss": 0.1}], ids=str
 )
 def test_an_exported_layer_is_saved_and_loaded_for_any_number_of_tokens(router: dict[str, Any]) -> None:
     """Made where an expert takes one token alone."""

@@ -23,10 +23,7 @@ def test_any_shape(dtype: torch.dtype, combine: str, poisoned: None) -> None:
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_any_activation_with_shared_experts(dtype: torch.dtype, activation: str, poisoned: None) -> None:
-    for more in (
-        {"bias": True, "shared_hidden": 10},
-        {"shared_hidden": 10, "shared_gate": True, "latent_dim": 8},
-    ):
+    for more in ({"bias": True, "shared_hidden": 10}, {"shared_hidden": 10, "shared_gate": True, "latent_dim": 8}):
         check(build(dtype, activation=activation, **more), dtype, (3, 8))
 
 

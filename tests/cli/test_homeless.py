@@ -81,10 +81,7 @@ def test_without_numpy_torch_s_warning_of_it_is_not_repeated(command: str, tmp_p
         ("--verison", "unrecognized arguments: --verison (see trimtab --help)"),
         ("convert --verison", "unrecognized arguments: --verison (see trimtab convert --help)"),
         ("convert src dst --ot=dcp", "unrecognized arguments: --ot=dcp (see trimtab convert --help)"),
-        (
-            "convert a --layuot x b",
-            "unrecognized arguments: --layuot (see trimtab convert --help)",
-        ),
+        ("convert a --layuot x b", "unrecognized arguments: --layuot (see trimtab convert --help)"),
         ("train --verison", "unrecognized arguments: --verison (see trimtab train --help)"),
         ("doctor --place", "unrecognized arguments: --place (see trimtab doctor --help)"),
         ("verify --quik", "unrecognized arguments: --quik (see trimtab verify --help)"),

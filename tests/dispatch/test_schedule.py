@@ -175,8 +175,7 @@ def test_static_shapes_give_the_same_numbers(combine: CombineMode) -> None:
         kernels = get_backend("grouped_mm" if static else "torch", x.device)
         kernels.weighs_sums = False  # so that both round at the same places
         y = d.combine(
-            expert_mlp(rows.x_MD, rows.weights_MK, experts, *expert_weights(up=up, down=down), "swiglu", kernels),
-            rows,
+            expert_mlp(rows.x_MD, rows.weights_MK, experts, *expert_weights(up=up, down=down), "swiglu", kernels), rows
         )
         return [y, *torch.autograd.grad(y.square().sum(), [*leaves, up, down])]
 

@@ -80,9 +80,7 @@ def _placed(pair: Pair, i: int) -> Pair:
     return replace(pair, strided=i % 11 == 0, activation=words[i % len(words)] if plain else pair.activation)
 
 
-REFUSED: list[tuple[set[str], str]] = [
-    ({"transposed", "recipe"}, "a recipe takes no transposed weights"),
-]
+REFUSED: list[tuple[set[str], str]] = [({"transposed", "recipe"}, "a recipe takes no transposed weights")]
 """Words of a pair that meet nowhere yet, and what is said then; the first that fits."""
 
 

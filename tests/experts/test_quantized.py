@@ -120,11 +120,12 @@ def test_blocks_of_fp8_may_be_cut_at_the_end() -> None:
     [
         ("nf4", 96, "multiple"), ("fp8", 128, "can be quantized"), ("nf5", 64, "can be quantized"),
         ("packed", 64, "packed has blocks of 32 outputs, and a weight has 4, no multiple"),
+        ("packed_pairs", 64, "can be quantized"),
     ],
 )  # fmt: skip
 def test_refused_to_quantize(name: str, ins: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        quantized(torch.ones(1, 4, ins), name)
+        quantized(torch.ones(1, 2, 4, ins), name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -210,6 +211,8 @@ def test_a_module_of_codes_saves_loads_and_trains_what_is_left(name: str) -> Non
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for one in found for a, b in zip(one, found[0], strict=True))
     with pytest.raises(ConfigError, match="quantized once"):
         experts.quantize_(name)
+    with pytest.raises(ConfigError, match="gate_up came without gate_up_scales"):
+        other.load_state_dict(ExpertMLP(4, 128, 64, bias=True).state_dict(), strict=False)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -95,7 +95,7 @@ SHAPES = [
 ]
 CODED = [
     at(rows, dim, hidden, f"{name}{more}", rank=8)
-    for name in FORMATS
+    for name, form in FORMATS.items() if form.runs == 1
     for rows, dim, hidden, more in ((3, 128, 192, ""), (37, 128, 192, "+lora+bias"), (500, 128, 192, "+lora"),
                                     (64, 448, 320, "+lora"))
 ]  # fmt: skip

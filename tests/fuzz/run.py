@@ -70,12 +70,7 @@ class FuzzResult(NamedTuple):
 
 
 def run_fuzz(
-    cases: int,
-    seed: int = 0,
-    workers: int | None = None,
-    report: Report | None = None,
-    *,
-    within: Within = nullcontext,
+    cases: int, seed: int = 0, workers: int | None = None, report: Report | None = None, *, within: Within = nullcontext
 ) -> FuzzResult:
     """Run cases 0 .. `cases` - 1 of `seed`, up to the first world with one that fails.
 

@@ -42,11 +42,7 @@ def in_note(verdict: Verdict) -> Verdict:
         ({"process": "gone", "place": ELSEWHERE}, PeerLost, "gone.*last in experts backward of layer layers.0, call 2"),
         ({"process": "gone", "left": "it ended with ValueError: x"}, PeerLost, "has left.*ValueError: x"),
         ({"process": "stopped", "place": ELSEWHERE}, PeerLost, r"frozen.*since \d+\.\d s"),
-        (
-            {"place": ELSEWHERE},
-            PhaseTimeout,
-            r"alive and in experts.*\d+\.\d s.*of 30",
-        ),
+        ({"place": ELSEWHERE}, PhaseTimeout, r"alive and in experts.*\d+\.\d s.*of 30"),
         ({"place": None}, PhaseTimeout, "has not begun"),
         ({"process": "unknown", "here": "x", "place": None}, PhaseTimeout, ""),
     ],

@@ -15,14 +15,7 @@ PATTERNS = (
 
 
 def case(
-    pattern: str,
-    rank: int,
-    ranks: int,
-    num_experts: int,
-    top_k: int,
-    width: int,
-    dtype: torch.dtype,
-    seed: int = 0,
+    pattern: str, rank: int, ranks: int, num_experts: int, top_k: int, width: int, dtype: torch.dtype, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(x [T, D], ids [T, K], weights [T, K], token mask [T] or None) of one rank. Masked rows of x hold NaN."""
     g = torch.Generator().manual_seed(1000 * seed + rank)

@@ -20,12 +20,7 @@ class Forked:
     """What `benchmarks.contestant` asks of a `subprocess.Popen`."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        env: dict[str, str],
-        pass_fds: Sequence[int],
-        stdout: BinaryIO,
-        **_: object,
+        self, command: Sequence[str], env: dict[str, str], pass_fds: Sequence[int], stdout: BinaryIO, **_: object
     ) -> None:
         pipe = Connection(os.dup(pass_fds[0]))
         self._process = start(_run, env, stdout.name, pipes=[pipe])

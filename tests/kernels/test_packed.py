@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from helpers.emulated import INSTRUCTIONS, emulated, fenced, own
-from trimtab.errors import BackendError
+from trimtab.experts.quantized import quantized
 from trimtab.kernels.compiled import ACTIVATIONS, CODES, TYPES, CompiledKernels
-from trimtab.kernels.expert_check import packed
 
 pytestmark = pytest.mark.xdist_group("emulated")  # one process compiles what they share
 WIDTHS = ((64, 96), (288, 64), (544, 352))
@@ -41,7 +40,7 @@ class Case:
         self.plain = [fenced(torch.randn(4, *shape).mul(0.1).to(dtype)) for shape in ((2 * F, D), (D, F))]
         up = self.plain[0]
         parted = torch.cat((up[:, ::2], up[:, 1::2]), 1) if interleaved else up
-        self.packed = [fenced(packed(t)) for t in (parted, self.plain[1])]
+        self.packed = [fenced(quantized(t, "packed")[0], 1) for t in (parted, self.plain[1])]  # on no boundary
 
     def run(self, kernels: CompiledKernels, form: str, rows: list[Tensor], r: int = 0, threads: int = 2) -> Any:
         """`BACK` of rows x, dy [R, D] and w [R, 1] of experts with so many each."""
@@ -88,22 +87,3 @@ def test_they_have_the_bits_of_plain_ones(
         plain, ours = (case.run(kernels, form, rows, rank, 1 + i % 2) for form in ("", "packed"))
         for name, value in plain.items():
             assert torch.equal(ours[name], value), (name, sizes, rank)  # and none is NaN
-
-
-@pytest.mark.parametrize("form", ["packed", "plain"])
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_a_row_has_its_bits_among_any_number(dtype: torch.dtype, form: str) -> None:
-    kernels, case, name = own_kernels(), Case(288, 64, dtype, False), "packed" * (form == "packed")
-    x, dy, w, _ = rows_of((4096,), 288, dtype)
-    alone = case.run(kernels, name, [x[:1], dy[:1], w[:1], torch.tensor([0, 1, 1, 1, 1])])
-    for n in (2, 3, 8, 9, 15, 33, 64, 65, 130, 337, 1000, 4096):
-        several = case.run(kernels, name, [x[:n], dy[:n], w[:n], torch.tensor([0, n, n, n, n])])
-        for key, value in alone.items():
-            assert torch.equal(several[key][:1], value), (key, n)
-
-
-def own_kernels() -> CompiledKernels:
-    try:
-        return CompiledKernels()
-    except BackendError as error:
-        pytest.skip(str(error))

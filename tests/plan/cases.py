@@ -15,7 +15,7 @@ from trimtab.train.presets import PRESETS
 FAMILIES = tuple(PRESETS)
 OTHERS = sorted(name for name, f in families().items() if f.model_class.endswith("ForCausalLM") and name not in PRESETS)
 HELD_OUT = random.Random(57).sample(OTHERS, 5)
-"""Families that no plan was made of while plans were built."""
+"""Families that were not looked at while the planner was written."""
 
 
 def drawn(seed: int) -> dict[str, Any]:

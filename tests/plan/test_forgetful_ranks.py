@@ -24,7 +24,6 @@ from plan.hooked import Heap, compiled_hook, under
 from plan.test_one_rank import peak_of
 from plan.test_planned_loops import routed
 from plan.test_worlds import RANKS, Block, by_experts, split
-from trimtab.dispatch import all_to_all
 from trimtab.dispatch.planned import planned
 from trimtab.plan.ledger import Ledger, Storage
 from trimtab.plan.stages import Stages, Step, measure
@@ -74,12 +73,6 @@ def plan_of(way: str, skew: str) -> Stages:
         return measure(model, step, world)
 
 
-class Pool:
-    """Keeps nothing for the next call, which is in no plan."""
-
-    empty = staticmethod(torch.empty)
-
-
 def held_on_rank(cases: list[tuple[str, str]]) -> list[int]:
     """The most bytes in malloc and mmap of this rank's second step, over those before its model, of ways and skews."""
     torch.set_num_threads(1)
@@ -87,8 +80,7 @@ def held_on_rank(cases: list[tuple[str, str]]) -> list[int]:
     for way, skew in cases:
         for _ in range(2):  # libraries keep buffers of their own from the first on
             before = heap.now()
-            with patch.object(all_to_all, "HostBufferPool", Pool):
-                model, step = built(way, "cpu", "alltoall")
+            model, step = built(way, "cpu", "alltoall")
             (*_, experts), tokens = WAYS[way][2:]
             for block in model:
                 at = block.moe.dispatcher.transport

@@ -23,9 +23,7 @@ from trimtab.train.loading import build_model
 from trimtab.train.presets import PRESETS
 
 RECOMPUTED = {"dtype": "bfloat16", "gradient_checkpointing": True, "grad_accum": 2, "optim": "adamw_torch_fused"}
-SAMPLE: list[tuple[str, int, dict[str, Any]]] = [
-    ("deepseek_v3", 8, {}),
-]
+SAMPLE: list[tuple[str, int, dict[str, Any]]] = [("deepseek_v3", 8, {})]
 CASES = [
     *SAMPLE,
     ("qwen3_moe", 2, {}),

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import init_device_mesh
 
 import trimtab
 from trimtab.dispatch.planned import planned
 from trimtab.errors import ConfigError
 from trimtab.kernels.torch_mm import GroupedMMBackend
-from trimtab.parallel.meshes import local_part
 from trimtab.plan.ledger import Ledger
 from trimtab.plan.traffic import Traffic
 from trimtab.plan.without_values import World
@@ -70,15 +70,15 @@ WAYS: dict[str, tuple[int, Callable[[nn.Module], None], int]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_rank_holds_its_share(way: str) -> None:
+@pytest.mark.parametrize(("way", "device"), [*((way, "meta") for way in WAYS), ("ep", "cpu")])
+def test_a_rank_holds_its_share(way: str, device: str) -> None:
     ranks, spread, weights = WAYS[way]
     with World(ranks) as world, planned(Traffic(skew="even")):
-        with torch.device("meta"):
+        with torch.device(device):
             model = nn.Sequential(*(Block() for _ in range(LAYERS)))
         spread(model)
         world.fill(model)
-        assert not any(local_part(p.detach()).is_meta for p in model.parameters())
+        assert all(map(is_fake, model.parameters()))
         with world.mode, Ledger(kernels=GroupedMMBackend()) as ledger:
             ledger.know(model.parameters(), "weights")
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

@@ -24,17 +24,10 @@ from trimtab.validation import check_sizes
 
 
 def save(
-    root: Path | str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    step: int,
-    extra: dict[str, Any] | None = None,
-    rank_extra: Any = None,
-    files: Mapping[str, str | bytes] | None = None,
-    keep: int | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Path:
+    root: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, step: int,
+    extra: dict[str, Any] | None = None, rank_extra: Any = None, files: Mapping[str, str | bytes] | None = None,
+    keep: int | None = None, group: dist.ProcessGroup | None = None,
+) -> Path:  # fmt: skip
     """Write ROOT/step-<step>; see `trimtab.checkpoint.folder` for what is in it. Every rank of the group must call.
 
     Call it between optimizer steps: gradients and `main_grad` are not saved. Experts are saved as [E, …] whatever

@@ -98,14 +98,9 @@ def read_tensors(folder: Path | str, keys: Iterable[str] | None = None) -> dict[
 
 
 def write_tensors(
-    root: Path | str,
-    tensors: Mapping[str, Tensor],
-    *,
-    step: int,
-    experts: dict[str, dict[str, list[int]]],
-    extra: dict[str, Any] | None = None,
-    files: Mapping[str, str | bytes] | None = None,
-) -> Path:
+    root: Path | str, tensors: Mapping[str, Tensor], *, step: int, experts: dict[str, dict[str, list[int]]],
+    extra: dict[str, Any] | None = None, files: Mapping[str, str | bytes] | None = None,
+) -> Path:  # fmt: skip
     """A checkpoint of whole tensors, written by one process without a process group: ROOT/step-<step>.
 
     Args:

@@ -8,15 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimtab.dispatch.over_group import (
-    OverGroup,
-    empty_rows,
-    pack,
-    read,
-    row_bytes,
-    unpack,
-    watched,
-)
+from trimtab.dispatch.over_group import OverGroup, empty_rows, pack, read, row_bytes, unpack, watched
 from trimtab.dispatch.transport import Handshake, SplitSizes
 from trimtab.guard.guard import Guard
 from trimtab.kernels.buffer_pool import HostBufferPool

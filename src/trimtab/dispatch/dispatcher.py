@@ -69,17 +69,10 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        num_experts: int,
-        transport: Transport | None = None,
-        *,
-        combine: CombineMode = "sum",
-        layer: str = "",
-        fingerprint: str = "",
-        replication: ReplicationConfig | None = None,
-        sizes: bool = False,
+        self, num_experts: int, transport: Transport | None = None, *, combine: CombineMode = "sum", layer: str = "",
+        fingerprint: str = "", replication: ReplicationConfig | None = None, sizes: bool = False,
         etp: Transport | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_combine(combine, layer)
         check_sizes(num_experts=num_experts)
         self.transport = transport

@@ -1,7 +1,6 @@
 """All-to-all between ranks of which one alone is there, without values: how many rows come and go is given.
 
-For planning a run on meta or fake tensors, over a group of torch's "fake" backend. Rows, buffers and their lifetimes
-are those of `AllToAll`.
+For planning on meta or fake tensors, over torch's "fake" backend. Rows, buffers, their lives are those of `AllToAll`.
 
 Legend: P ranks, C columns of the message.
 """
@@ -12,7 +11,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -25,6 +23,7 @@ from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.over_group import empty_rows
 from trimtab.dispatch.transport import Handshake
 from trimtab.dispatch.transports import TRANSPORTS
+from trimtab.kernels.buffer_pool import SMALL, HostBufferPool
 
 NAME = "planned"
 _COUNT = facts.MOVEMENTS.index(("count", "forward"))
@@ -53,19 +52,37 @@ Traffic = Callable[[Call], tuple[Moved, Moved]]
 """What a rank sends in a call, and what it receives. Called outside of any dispatch mode, so that it may compute."""
 
 
+class Pool(HostBufferPool):
+    """Lends bytes without values, in one dim, and has them back once nothing else refers to them."""
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        if shape[0] < SMALL:
+            return torch.empty(shape, dtype=dtype)
+        self.count()  # what came back did so before this call
+        self._news.append(shape[0])
+        lent: Any = self._enter(shape[0]) or torch.empty(shape, dtype=dtype).untyped_storage()
+        self._out[id(lent)] = lent
+        return torch.empty(0, dtype=dtype).set_(lent)
+
+    def _count_news(self) -> None:
+        out: Any = self._out
+        self._news.extend([out.pop(at) for at in [*out] if torch._C._storage_Use_Count(out[at]._cdata) == 1])
+        super()._count_news()
+
+
 class Planned(AllToAll):
     """A transport whose handshake is given; never guarded.
 
     Args:
         group: ranks of the "fake" backend.
         traffic: how many rows, slots and replicas go where.
-        rounds: rows lie in memory of powers of two, as on the CPU.
+        rounds: rows lie in memory of powers of two that is used again, as on the CPU.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, traffic: Traffic, rounds: bool = False, guard: Any = False) -> None:
         super().__init__(group, guard=False)
         self.traffic, self._rounds = traffic, rounds
-        self._pool: Any = SimpleNamespace(empty=torch.empty)  # a pool would lend memory that is real
+        self._pool = Pool()
 
     def handshake(self, message_PC: Tensor) -> Handshake:
         known: list[list[int]] = message_PC.known  # type: ignore[attr-defined]

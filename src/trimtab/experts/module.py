@@ -119,13 +119,14 @@ class ExpertMLP(GroupedModule):
             ConfigError: they have codes already or are sharded, there is no encoder for the format, its blocks do not
                 divide D and F, or it does not hold their dtype.
         """
-        from trimtab.experts.quantized import in_huge_pages, quantized
+        from trimtab.experts.quantized import in_huge_pages, quantized, refuse_values
 
         weights = {key: getattr(self, key) for key in (self._up, "down")}
         if self.codes is not None or not all(dense(weight) for weight in weights.values()):
             raise ConfigError("experts are quantized once, before parallelize", phase="experts")
         made = {key: quantized(weight, name) for key, weight in weights.items()}
         self.codes = name, self.down.dtype
+        self.register_load_state_dict_pre_hook(refuse_values)  # type: ignore[no-untyped-call]
         for key, (codes, scales) in made.items():
             in_huge_pages(codes)
             setattr(self, key, nn.Parameter(codes, requires_grad=False))

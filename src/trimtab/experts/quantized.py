@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
 
@@ -30,7 +31,7 @@ NF4 = (
 )  # fmt: skip
 """Quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314)."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-HUGE, _COLLAPSE = 2**21, 25
+HUGE, _COLLAPSE = 2**21, 25  # bytes of a huge page; Linux's MADV_COLLAPSE
 _127TH = 7.874015718698502e-3
 
 
@@ -42,8 +43,8 @@ class Format:
     codes stand for numbers around 1.
 
     decode: of codes that are the values in another order, a view of them that has, flat, the order of the weights;
-    their scales are 1. runs: of outputs that lie in turn in the weights. in_turn: the format for gate and up in turn,
-    where it is not this one."""
+    their scales are 1. runs: parts whose outputs lie in turn in the weights. in_turn: the format for gate and up in
+    turn, where it is not this one."""
 
     per_byte: int
     outs: int
@@ -115,7 +116,7 @@ def quantized(weight: Tensor, name: str) -> tuple[Tensor, Tensor]:
         ConfigError: there is none, or its blocks do not divide the weights, or it does not hold their dtype.
     """
     f = FORMATS.get(name)
-    if f is None or f.quantize is None:
+    if f is None or f.quantize is None or (f.runs > 1 and weight.dim() > 3):  # parts that lie apart take no turns
         raise ConfigError(f"weights can be quantized to {encoded()}, not to {name!r}", phase="experts")
     if why := misfit(name, weight.shape[-2], weight.shape[-1], weight.dtype):
         raise ConfigError(why, phase="experts")
@@ -166,11 +167,22 @@ def check_held(codes: Tensor, scales: Tensor, name: str, dtype: torch.dtype, of:
         raise ConfigError(f"{of}'s codes of {name} do not train: take requires_grad from them", phase="experts")
 
 
-def every_code(name: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def refuse_values(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before `load_state_dict`: raise ConfigError for plain weights, which a loose load would take for codes."""
+    for name, _scales in module.named_parameters(prefix.removesuffix("."), recurse=False):
+        of = name.removesuffix("_scales")
+        if of != name and of in state and name not in state:
+            raise ConfigError(f"{of} came without {name}: load plain weights first, and quantize them then")
+
+
+def every_code(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of every byte that stands for numbers, scales with which they are around 1, and the weights [e, out, in] in
-    float32: for tests of what reads codes."""
+    float32: for tests of what reads codes. dtype: of packed ones."""
     f, (e, outs, ins) = FORMATS[name], shape
     place = torch.arange(e * outs * ins // f.per_byte)
+    if f.decode:
+        weight = ((place * 37 % 255 - 127) / 512).to(dtype).view(shape)
+        return (*quantized(weight, name), weight.float())
     codes = (place * 37 % (127 if name == "fp8" else 256)).to(torch.uint8)  # e4m3 has NaN at 127
     if name == "fp8":
         codes |= (place % 3 == 0).to(torch.uint8) << 7

@@ -39,8 +39,8 @@ BLOCKS = (29, 288, 64)
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 TRITON_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
-Quantized = Callable[[str, tuple[int, int, int]], tuple[Tensor, Tensor, Tensor]]
-"""Codes in a format for weights of a shape, their scales, and the weights in float32."""
+Quantized = Callable[[str, tuple[int, int, int], torch.dtype], tuple[Tensor, Tensor, Tensor]]
+"""Codes in a format for weights of a shape and a dtype, their scales, and the weights in float32."""
 
 
 class Problem:
@@ -63,10 +63,8 @@ class Problem:
         for i, (name, outs, ins) in enumerate((("up", 2 * self.hidden, D), ("down", D, self.hidden))):
             weight = wave(E, outs, ins, step=2.1 + 1.2 * i, dtype=stored)
             self.fields[name] = weight
-            if form == "packed":
-                self.fields[name] = packed(weight)
-            elif quantized is not None:
-                self.fields[name], self.fields[f"{name}_scales"], weight = quantized(form, (E, outs, ins))
+            if quantized is not None:
+                self.fields[name], self.fields[f"{name}_scales"], weight = quantized(form, (E, outs, ins), dtype)
             true.append(weight.to(dtype).double())
             if lora:
                 a = wave(E, RANK, ins, step=0.3 + 2 * i, dtype=dtype) * 0.25
@@ -234,13 +232,6 @@ def swiglu_experts(x: Tensor, dy: Tensor, w: Tensor, up: Tensor, down: Tensor, i
         dx += d_pre @ up[e]
         d_up[e], d_down[e] = d_pre.t() @ x, dy.t() @ (h * weight)
     return {"y": y, "dx": dx, "dw": dw, "d_up": d_up, "d_down": d_down}
-
-
-def packed(weight_eOI: Tensor) -> Tensor:
-    """In panels, see cpu/packed.h."""
-    e, outs, ins = weight_eOI.shape
-    word = 4 // weight_eOI.itemsize
-    return weight_eOI.view(e, outs // 32, 32, ins // word, word).transpose(2, 3).reshape(e, outs, ins)
 
 
 def wave(*shape: int, step: float, dtype: torch.dtype) -> Tensor:

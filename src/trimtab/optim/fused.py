@@ -76,8 +76,7 @@ SPLITS: dict[str, Callable[[Any, nn.Linear], Layout | None]] = {
     "wqkv": lambda o, m: _heads(m, o.heads_per_kv * o.head_dim, o.head_dim, o.head_dim),
     **dict.fromkeys(("kv_b_proj", "wkv_b"), lambda o, m: _heads(m, o.qk_nope_head_dim, o.v_head_dim)),
     **dict.fromkeys(
-        ("kv_a_proj_with_mqa", "wkv_a"),
-        lambda o, m: Layout((m.out_features - o.qk_rope_head_dim, o.qk_rope_head_dim)),
+        ("kv_a_proj_with_mqa", "wkv_a"), lambda o, m: Layout((m.out_features - o.qk_rope_head_dim, o.qk_rope_head_dim))
     ),
     "q_gate_proj": lambda o, m: _heads(m, o.qk_head_dim, o.v_head_dim),
     "index_qk_proj": lambda o, _: Layout((o.index_n_heads * o.index_head_dim, o.index_kv_heads * o.index_head_dim)),

@@ -36,12 +36,7 @@ DIVIDED_ONCE = (torch.float32, torch.bfloat16)
 
 
 def fully_shard_moe(
-    model: nn.Module,
-    dp_mesh: DeviceMesh,
-    efsdp_mesh: DeviceMesh,
-    *,
-    blocks: Sequence[str] = (),
-    **options: Any,
+    model: nn.Module, dp_mesh: DeviceMesh, efsdp_mesh: DeviceMesh, *, blocks: Sequence[str] = (), **options: Any
 ) -> FSDPModule:
     """`fully_shard` on the experts, on blocks and on the model, in place. Call after `parallelize`, on every rank.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trimtab.errors import ConfigError
@@ -68,8 +68,8 @@ class World:
 
     def fill(self, model: nn.Module) -> None:
         """Turn all parameters and buffers of a model into fake tensors, also those that FSDP2 has sharded."""
-        if not any(p.is_meta for p in model.parameters()):
-            return  # they are, and others have them, as DDP's reducer
+        if any(map(is_fake, model.parameters())):
+            return  # and others have them, as DDP's reducer
         first: dict[nn.Parameter, str] = {}
         shared = {name: first.setdefault(p, name) for name, p in model.named_parameters(remove_duplicate=False)}
         with self.mode:

@@ -149,12 +149,7 @@ class RouterConfig:
         }
 
     def build(
-        self,
-        dim: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        layer: str = "",
+        self, dim: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, layer: str = ""
     ) -> trimtab.Router:
         """The module for tokens of `dim`. dtype: of its weight, float32 if not given. layer: its name, for errors."""
         return trimtab.Router(self, dim, dtype=dtype, device=device, layer=layer)

@@ -42,13 +42,9 @@ class Verdict:
 
 
 def collect(
-    cases: Sequence[tuple[int, Case]],
-    store: Store,
-    deadline: float,
-    start: float = START,
-    died: Callable[[], list[int]] = list,
-    said: Callable[[list[int]], str] = lambda silent: "",
-) -> Iterator[Verdict]:
+    cases: Sequence[tuple[int, Case]], store: Store, deadline: float, start: float = START,
+    died: Callable[[], list[int]] = list, said: Callable[[list[int]], str] = lambda silent: "",
+) -> Iterator[Verdict]:  # fmt: skip
     """Verdicts in order, as the results come in; one that is `stalled` is the last.
 
     start: seconds that the ranks may take until they are ready. deadline: seconds that a case may take from then on,

@@ -65,11 +65,7 @@ def key_of(index: int, rank: int) -> str:
 
 
 def run_on_rank(
-    cases: Sequence[tuple[int, Case]],
-    implementation: Implementation,
-    store: Store,
-    device: torch.device,
-    repeat: int,
+    cases: Sequence[tuple[int, Case]], implementation: Implementation, store: Store, device: torch.device, repeat: int
 ) -> None:
     """Run (index, case) pairs in order and leave this rank's results in `store`. Collective over the world."""
     rank = dist.get_rank()

@@ -36,14 +36,9 @@ Report = Callable[[Verdict], None]
 
 
 def run_local(
-    cases: Sequence[Case],
-    implementation: str,
-    *,
-    deadline: float,
-    repeat: int = 1,
-    around: Around = contextlib.nullcontext,
-    anew: bool = False,
-) -> Iterator[Verdict]:
+    cases: Sequence[Case], implementation: str, *, deadline: float, repeat: int = 1,
+    around: Around = contextlib.nullcontext, anew: bool = False,
+) -> Iterator[Verdict]:  # fmt: skip
     """Verdicts, in the order of `cases` within those of one number of ranks. Cases that can't be asked for come first.
 
     A case that hangs or kills its ranks costs its own verdict and a new pool, no more; with `anew` one that raises,
@@ -63,14 +58,9 @@ def run_local(
 
 
 def run_cluster(
-    cases: Sequence[Case],
-    implementation: str,
-    *,
-    deadline: float,
-    repeat: int,
-    report: Report,
+    cases: Sequence[Case], implementation: str, *, deadline: float, repeat: int, report: Report,
     finish: Callable[[], int],
-) -> int:
+) -> int:  # fmt: skip
     """Run the cases on the ranks that torchrun has started, with their devices and backend. Every rank calls this.
 
     Rank 0 collects in a thread, from the store: when a case hangs, in whatever collective, the run still ends and says
@@ -187,15 +177,9 @@ def _last_words(code: int | None, log: Path) -> str:
 
 
 def _rank_main(
-    rank: int,
-    log: Path,
-    ranks: int,
-    port: int,
-    cases: Sequence[tuple[int, Case]],
-    implementation: str,
-    repeat: int,
+    rank: int, log: Path, ranks: int, port: int, cases: Sequence[tuple[int, Case]], implementation: str, repeat: int,
     around: Around,
-) -> None:
+) -> None:  # fmt: skip
     try:
         with log.open("wb") as file:  # what C++ says when it ends a process goes to the verdict, not over the table
             os.dup2(file.fileno(), sys.stderr.fileno())

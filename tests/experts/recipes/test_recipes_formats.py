@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from helpers.recipe_bounds import relative_error, step, unit
-from trimtab.experts.recipes.numbers import (
-    E2M1,
-    E4M3,
-    E5M2,
-    ElementFormat,
-    encode,
-    power_of_two,
-    round_to,
-)
+from trimtab.experts.recipes.numbers import E2M1, E4M3, E5M2, ElementFormat, encode, power_of_two, round_to
 
 FORMATS = (E4M3, E5M2, E2M1)
 ONE = torch.ones(())

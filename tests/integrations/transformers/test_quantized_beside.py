@@ -14,12 +14,7 @@ from safetensors.torch import load_file
 
 from helpers.coded_checkpoints import loss_and_gradients, save_official, tiny
 from trimtab.errors import ConfigError
-from trimtab.integrations.transformers import (
-    QuantizedExpertsConfig,
-    dequantize_experts,
-    lora_config,
-    quantize_experts,
-)
+from trimtab.integrations.transformers import QuantizedExpertsConfig, dequantize_experts, lora_config, quantize_experts
 
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 read = transformers.AutoModelForCausalLM.from_pretrained

@@ -15,6 +15,9 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import FineGrainedFP8Config, Mxfp4Config
 from transformers.distributed import DistributedConfig
 
@@ -271,6 +274,21 @@ def test_merging_is_refused_until_the_weights_are_back(family: str, name: str) -
             merge()
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), "nothing was merged"
     same(dequantize_experts(model).merge_and_unload(), plain.merge_and_unload())
+
+
+def test_packed_shards_of_different_sizes_are_saved_as_the_whole() -> None:
+    """As FSDP cuts seven experts over two ranks."""
+    module: Any = next(filter(is_transformers_experts, quantize_experts(tiny("qwen3_moe"), "packed").modules()))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for name, own in list(module.named_parameters()):
+            size = torch.Size((7, *own.shape[1:]))
+            cut = DTensor.from_local(own.detach(), mesh, [Shard(0)], run_check=False, shape=size, stride=own.stride())
+            setattr(module, name, nn.Parameter(cut, requires_grad=False))
+        assert quantized.dequantized(module, "down_proj").shape == (7, *module.down_proj.shape[1:])
+    finally:
+        dist.destroy_process_group()
 
 
 def read_and_save(folder: str, kind: str, given: dict[str, Any]) -> tuple[dict[str, Tensor], set[int], int]:

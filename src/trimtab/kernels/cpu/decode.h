@@ -27,7 +27,7 @@ INLINE vf pair_of(vu bytes, vf table, vf scale) {
         return e4m3(two_fields<16 * P, 16 * P + 8, 0>(bytes)) * scale;
     } else {
         constexpr int even = 8 * P + (Type == NF4 ? 4 : 0), odd = 8 * P + (Type == NF4 ? 0 : 4);
-        const __m512i codes = (__m512i)two_fields<even, odd % 64, 0>(bytes);
+        const __m512i codes = (__m512i)two_fields<even, odd, 0>(bytes);
         return (vf)_mm512_permutexvar_ps(codes, (__m512)table) * scale;  // of an index four bits count
     }
 }

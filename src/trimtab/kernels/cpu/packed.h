@@ -19,17 +19,6 @@ struct Decoded<packed<T>> {
 template <class Op, class T>
 constexpr bool lies<Op, packed<T>> = NR == PACKED_OUTS && std::is_same_v<T, typename Op::Value>;
 
-// VL words of a panel, to the operands' words: they are those, or floats that pairs are widened to.
-template <class Op>
-INLINE void put_words(const float* from, const Panels<typename Op::Word>& to, long word, long n) {
-    store((float*)to.at(word, n), load(from));
-}
-INLINE void widen_pairs(const float* from, const Panels<float>& to, long word, long n) {
-    const vu pairs = (vu)load(from);
-    store(to.at(2 * word, n), (vf)(pairs << 16));
-    store(to.at(2 * word + 1, n), (vf)(pairs & 0xffff0000u));
-}
-
 // From an expert's inputs to its outputs, of which parts lie `beside` outputs apart, or back; then `in_turn` k counts
 // outputs of both parts in turn. All widths are multiples of 32.
 template <class T>
@@ -56,8 +45,13 @@ struct Matrix<packed<T>> {
         for (long n = 0; n < nn; n += VL) {
             const float* from = word(part * beside + first + n0 + n, k0);
             for (long i = 0; i < kn / values; i++, from += PACKED_OUTS) {
-                if constexpr (Op::values == values) put_words<Op>(from, to, i, n);
-                else widen_pairs(from, to, i, n);
+                const vu words = (vu)load(from);
+                if constexpr (Op::values == values) {
+                    store((float*)to.at(i, n), (vf)words);
+                } else {  // pairs, to floats
+                    store(to.at(2 * i, n), (vf)(words << 16));
+                    store(to.at(2 * i + 1, n), (vf)(words & 0xffff0000u));
+                }
             }
         }
     }

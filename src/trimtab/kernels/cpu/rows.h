@@ -144,10 +144,9 @@ Matrix<W> own_up(const Call& c, long e, bool back) {
     const int parts = back || !gated(c) ? 1 : 2;
     const bool interleaved = !back && c.interleaved;
     const long I = width(c);
-    if constexpr (std::is_same_v<W, packed<Beside<W>>>)
+    if constexpr (std::is_same_v<W, packed<Beside<W>>>) {
         return {(const Beside<W>*)c.up + e * I * c.D, c.D, back, back && c.interleaved, parts, I / 2};
-    else
-    if constexpr (Decoded<W>::codes) {
+    } else if constexpr (Decoded<W>::codes) {
         const Stack w = Stack::of(c.type_weights, c.up, c.up_scales, e, I, c.D);
         return {w, back, interleaved ? parts : 1, parts, interleaved ? 1 : I / parts};
     } else {

@@ -94,7 +94,7 @@ struct Floats {
     static constexpr long pitch(long n) { return ::pitch(n); }
     struct Session {};  // of a thread: what its products need until it has made the last one
     static INLINE void new_row(long&) {}
-    static INLINE vf read(const float* p) { return *(const vf*)p; }
+    static INLINE vf read(const float* p) { return load(p); }
     template <class W>
     static INLINE vf words(const W* p) {  // VL of a row where it lies
         return load(p);

@@ -69,15 +69,9 @@ rows_kernel = kernel(_rows, "experts", "rows")
 
 
 def grouped_rows(
-    x_RA: Tensor,
-    w_eAB: Tensor,
-    offsets_e: Tensor,
-    out_RB: Tensor,
-    launch: Launch,
-    *,
-    scale_R: Tensor | None = None,
+    x_RA: Tensor, w_eAB: Tensor, offsets_e: Tensor, out_RB: Tensor, launch: Launch, *, scale_R: Tensor | None = None,
     zero_tail: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Into `out_RB`, and that.
 
     Args:
@@ -164,16 +158,9 @@ weight_grad_kernel = kernel(_weight_grad, "experts")
 
 
 def weight_grad(
-    a_nA: Tensor,
-    b_nB: Tensor,
-    offsets_e: Tensor,
-    out_eAB: Tensor,
-    launch: Launch,
-    *,
-    add: bool = False,
-    a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None,
-) -> None:
+    a_nA: Tensor, b_nB: Tensor, offsets_e: Tensor, out_eAB: Tensor, launch: Launch, *, add: bool = False,
+    a_index_R: Tensor | None = None, b_index_R: Tensor | None = None,
+) -> None:  # fmt: skip
     """Into `out_eAB`, whatever it held; with `add` on top of what it held.
 
     Args:

@@ -77,14 +77,9 @@ gate_up_kernel = kernel(_gate_up, "experts", "rows")
 
 
 def gate_up(
-    x_nD: Tensor,
-    index_R: Tensor,
-    up_eID: Tensor,
-    offsets_e: Tensor,
-    pre_RI: Tensor | None,
-    h_RF: Tensor,
+    x_nD: Tensor, index_R: Tensor, up_eID: Tensor, offsets_e: Tensor, pre_RI: Tensor | None, h_RF: Tensor,
     launch: Launch,
-) -> None:
+) -> None:  # fmt: skip
     """Into `pre_RI` [R, 2F], if there is one, and `h_RF`, both contiguous; rows behind the last segment are left.
 
     Args:
@@ -174,14 +169,9 @@ hidden_grad_kernel = kernel(_hidden_grad, "experts", "rows")
 
 
 def hidden_grad(
-    dy_nD: Tensor,
-    index_R: Tensor,
-    down_eDF: Tensor,
-    weight_R: Tensor,
-    offsets_e: Tensor,
-    pre_RI: Tensor,
+    dy_nD: Tensor, index_R: Tensor, down_eDF: Tensor, weight_R: Tensor, offsets_e: Tensor, pre_RI: Tensor,
     launch: Launch,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(d_pre [R, 2F], hw [R, F], dots [R, C] float32). Rows behind the last segment are not written.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trimtab.errors import ConfigError
-from trimtab.experts.quantized import FORMATS, check_held, decoded, misfit, quantized, scales_of, values_per_byte
+from trimtab.experts.quantized import FORMATS, check_held, decoded, misfit, quantized, refuse_values, scales_of
 from trimtab.parallel.meshes import local_part
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -136,7 +136,7 @@ def quantize_matrices(value: Tensor, name: str, *, transposed: bool = False) -> 
 def dequantized_shape(module: nn.Module, weight: str) -> tuple[int, int]:
     """(out, in) of the weight that a module's codes stand for."""
     codes = getattr(module, weight)
-    return codes.shape[-2], codes.shape[-1] * values_per_byte(getattr(module, MARK)[0])
+    return codes.shape[-2], codes.shape[-1] * FORMATS[getattr(module, MARK)[0]].per_byte
 
 
 def show_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -154,6 +154,7 @@ def _hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor, mark: t
         module.register_parameter(key, nn.Parameter(value, requires_grad=False))
     if not hasattr(module, MARK):
         module.register_state_dict_post_hook(show_weights)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(refuse_values)  # type: ignore[no-untyped-call]
     setattr(module, MARK, mark)
 
 
@@ -163,7 +164,8 @@ def _placed_as(like: Tensor, local: Tensor) -> Tensor:
         return local
     if any(isinstance(place, Shard) and place.dim != 0 for place in like.placements):
         raise ConfigError("experts of codes are sharded by expert alone")
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
+    size, mesh = torch.Size((len(like), *local.shape[1:])), like.device_mesh  # FSDP's ranks may hold different numbers
+    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=size, stride=local.stride())
 
 
 def check_all_read(model: nn.Module) -> None:

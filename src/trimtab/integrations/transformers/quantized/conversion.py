@@ -177,8 +177,8 @@ def quantizing(converters: Iterable[Any], model: nn.Module, name: str) -> list[A
 
 def unquantized(converter: Any) -> Any:
     """A converter of `quantizing` as it was, any other itself."""
-    first, *_ = getattr(converter, "operations", None) or (None,)
-    return converter.copy(*patterns(converter), operations=first.steps) if isinstance(first, Quantize) else converter
+    op, *_ = getattr(converter, "operations", None) or (None,)
+    return converter.copy(*patterns(converter), operations=op.steps) if isinstance(op, Quantize) else converter
 
 
 def keeping_quantized(converter: loading.WeightConverter, quantizer: object) -> loading.WeightConverter:
