@@ -32,6 +32,42 @@ INLINE vf pair_of(vu bytes, vf table, vf scale) {
     }
 }
 
+#if defined(__AVX512VBMI__)
+// The bf16 of each e4m3 code without its sign.
+struct E4m3 {
+    alignas(64) uint16_t bits[128] = {};
+    constexpr E4m3() {
+        for (int code = 1; code < 127; code++) {
+            int exponent = code >> 3, mantissa = code & 7;
+            for (; code < 8 && !(mantissa & 8); exponent--) mantissa <<= 1;
+            bits[code] = (exponent + (code < 8) + 120) << 7 | (mantissa & 7) << 4;
+        }
+        bits[127] = 0x7fc0;
+    }
+};
+constexpr E4m3 E4M3;
+
+// As `pair_of`, of e4m3 and unscaled, of the eight bytes of each of VL outputs: of the first half of them, and the others.
+template <int P>
+INLINE void e4m3_pairs(const vu* bytes, vf* to) {
+    const auto table = [](int i) { return _mm512_load_si512(E4M3.bits + 32 * i); };
+    // In the order that `unpack` turns to that of the outputs.
+    const __m512i order = _mm512_set_epi64(
+        0x79007800710070, 0x39003800310030, 0x69006800610060, 0x29002800210020,
+        0x59005800510050, 0x19001800110010, 0x49004800410040, 0x09000800010000);
+    const __m512i from = _mm512_add_epi8(order, _mm512_set1_epi8(2 * P));
+    const __m512i code = _mm512_maskz_permutex2var_epi8(
+        0x5555555555555555, (__m512i)bytes[0], from, (__m512i)bytes[1]);
+    const __m512i low = _mm512_permutex2var_epi16(table(0), code, table(1));
+    const __m512i high = _mm512_permutex2var_epi16(table(2), code, table(3));
+    const __m512i value = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(code, _mm512_set1_epi16(64)), high);
+    const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(code, 8), _mm512_set1_epi16(-0x8000));
+    const __m512i all = _mm512_or_si512(value, sign), zero = _mm512_setzero_si512();
+    to[0] = (vf)_mm512_unpacklo_epi16(zero, all);
+    to[1] = (vf)_mm512_unpackhi_epi16(zero, all);
+}
+#endif
+
 // Scale `i` of those of a chunk, which lie in eight bytes of each of VL / 2 outputs: for both values of a pair.
 template <int Type>
 INLINE vf scale_of(vu bytes, long i) {
@@ -46,6 +82,13 @@ INLINE void take_pairs(
 ) {
     const auto pair = [&](auto p) __attribute__((always_inline)) {
         vf v[4];
+#if defined(__AVX512VBMI__)
+        if constexpr (Type == FP8) {
+            e4m3_pairs<p>(bytes, v);
+            e4m3_pairs<p>(bytes + 2, v + 2);
+            UNROLL for (int i = 0; i < 4; i++) v[i] *= scale[i];
+        } else
+#endif
         UNROLL for (int i = 0; i < 4; i++) v[i] = pair_of<Type, p>(bytes[i], table, scale[i]);
         Op::template take_two<T>(v, word + p * 2 / Op::values, take);
     };
