@@ -30,7 +30,7 @@ NEW = (1200, 12)
 """Lines and files that each room may have, Python and C++; NEW: one that has no line here yet."""
 PACKAGE = (38145, 253)
 """Lines and files of all rooms together."""
-LAYER = (5125, 37)
+LAYER = (5120, 37)
 """Lines and files that `import trimtab.moe` loads."""
 FORWARD = 15
 """Statements in `MoE.forward`."""

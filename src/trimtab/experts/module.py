@@ -116,21 +116,18 @@ class ExpertMLP(GroupedModule):
         names, with `<name>_scales` beside them. Before `parallelize`, which gives each rank its experts' codes.
 
         Raises:
-            ConfigError: they have codes already or are sharded, there is no encoder for the format, its blocks do not
-                divide D and F, or it does not hold their dtype.
+            ConfigError: they have codes or are sharded, or there is no such format for their widths and dtype.
         """
-        from trimtab.experts.quantized import in_huge_pages, quantized, refuse_values
+        from trimtab.experts.quantized import hold, in_huge_pages, quantized
 
         weights = {key: getattr(self, key) for key in (self._up, "down")}
         if self.codes is not None or not all(dense(weight) for weight in weights.values()):
             raise ConfigError("experts are quantized once, before parallelize", phase="experts")
         made = {key: quantized(weight, name) for key, weight in weights.items()}
         self.codes = name, self.down.dtype
-        self.register_load_state_dict_pre_hook(refuse_values)  # type: ignore[no-untyped-call]
         for key, (codes, scales) in made.items():
             in_huge_pages(codes)
-            setattr(self, key, nn.Parameter(codes, requires_grad=False))
-            setattr(self, f"{key}_scales", nn.Parameter(scales, requires_grad=False))
+            hold(self, key, codes, scales)
         return self
 
     def expert_weights(self) -> Weights:

@@ -167,7 +167,14 @@ def check_held(codes: Tensor, scales: Tensor, name: str, dtype: torch.dtype, of:
         raise ConfigError(f"{of}'s codes of {name} do not train: take requires_grad from them", phase="experts")
 
 
-def refuse_values(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+def hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor) -> None:
+    """Put codes and their scales in the place of a module's weight, frozen, which no plain weights are loaded into."""
+    for key, value in ((weight, codes), (f"{weight}_scales", scales)):
+        setattr(module, key, nn.Parameter(value, requires_grad=False))
+    module.register_load_state_dict_pre_hook(_refuse_values)  # type: ignore[no-untyped-call]
+
+
+def _refuse_values(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """A hook before `load_state_dict`: raise ConfigError for plain weights, which a loose load would take for codes."""
     for name, _scales in module.named_parameters(prefix.removesuffix("."), recurse=False):
         of = name.removesuffix("_scales")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trimtab.errors import ConfigError
-from trimtab.experts.quantized import FORMATS, check_held, decoded, misfit, quantized, refuse_values, scales_of
+from trimtab.experts.quantized import FORMATS, check_held, decoded, hold, misfit, quantized, scales_of
 from trimtab.parallel.meshes import local_part
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -149,12 +149,9 @@ def show_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 
 def _hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor, mark: tuple[str, torch.dtype]) -> None:
-    delattr(module, weight)
-    for key, value in ((weight, codes), (weight + SCALES, scales)):
-        module.register_parameter(key, nn.Parameter(value, requires_grad=False))
+    hold(module, weight, codes, scales)
     if not hasattr(module, MARK):
         module.register_state_dict_post_hook(show_weights)  # type: ignore[no-untyped-call]
-        module.register_load_state_dict_pre_hook(refuse_values)  # type: ignore[no-untyped-call]
     setattr(module, MARK, mark)
 
 
