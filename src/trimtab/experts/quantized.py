@@ -143,8 +143,7 @@ def misfit(name: str, outs: int, ins: int, dtype: torch.dtype, of: str = "a weig
     f = FORMATS[name]
     if f.decode and dtype not in (torch.float32, torch.bfloat16):
         return f"{name} holds weights in float32 or bfloat16, and {of} is in {dtype}"
-    cut = f.outs > 1 and not f.decode  # at a weight's end
-    block = f.outs if f.decode else 0 if cut else f.ins
+    block = f.outs if f.decode else 0 if f.outs > 1 else f.ins  # of codes, blocks of outputs are cut at the end
     for what, size, of_block in (("outputs", outs, block if f.decode else 1), ("inputs", ins, block or f.per_byte)):
         if size % of_block:
             more = "; int8 takes any number" if f.quantize and not f.decode else ""
