@@ -24,14 +24,9 @@ class TrimtabError(Exception):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        layer: str | None = None,
-        phase: str | None = None,
+        self, message: str, *, rank: int | None = None, layer: str | None = None, phase: str | None = None,
         ranks: tuple[int, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.ranks: tuple[int, ...] = ranks if rank is None else (rank,)
         self.rank = self.ranks[0] if len(self.ranks) == 1 else None
         self.layer, self.phase, self.message = layer, phase, message

@@ -20,17 +20,10 @@ def swiglu(pre: Tensor) -> Tensor:
 
 
 def moe(
-    x_TD: Tensor,
-    ids_TK: Tensor,
-    w_TK: Tensor,
-    up_EID: Tensor,
-    down_EDF: Tensor,
-    *,
-    up_bias_EI: Tensor | None = None,
-    down_bias_ED: Tensor | None = None,
-    activation: Callable[[Tensor], Tensor] = swiglu,
+    x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, up_EID: Tensor, down_EDF: Tensor, *, up_bias_EI: Tensor | None = None,
+    down_bias_ED: Tensor | None = None, activation: Callable[[Tensor], Tensor] = swiglu,
     token_mask_T: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Dense MoE [T, D] in float64, differentiable in every floating input. Slow on purpose.
 
     up_EID, up_bias_EI: also [E, 2, F, D] and [E, 2, F], as `ExpertMLP` has them.

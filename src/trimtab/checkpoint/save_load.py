@@ -157,12 +157,9 @@ class Loaded:
 
 
 def load(
-    path: Path | str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
+    path: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
     group: dist.ProcessGroup | None = None,
-) -> Loaded:
+) -> Loaded:  # fmt: skip
     """Load a checkpoint, or the latest below a folder, at whatever layout the model has. All ranks must call.
 
     Parameters, buffers and optimizer state are those that were saved, bit for bit. So are random numbers if there are

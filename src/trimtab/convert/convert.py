@@ -125,10 +125,8 @@ def write_converted(source: Source, dst: Path, to: str, shard_bytes: int, on_ten
             raise InputError(f"{source.folder}: what was written does not come back as it was: hash of {wrong}")
         record = Record(
             layout=source.blocks.layout.name if source.blocks.layout else TRANSFORMERS,
-            source_hash=content_hash(read.hashes),
-            hash=content_hash(written.finish()),
-            tensors=written.hashes,
-        )
+            source_hash=content_hash(read.hashes), hash=content_hash(written.finish()), tensors=written.hashes,
+        )  # fmt: skip
         opened.carry(source.folder, work, source.model)
         record.write(work)
         if to == "dcp":

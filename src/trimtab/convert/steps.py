@@ -51,13 +51,11 @@ class Group:
         experts = infos[self.sources[0]].shape[0]
         return [
             Step(
-                self.sources,
-                partial(self._convert, model, renamings, expert=i % experts),
-                rows=slice(i % experts, i % experts + 1),
-                made={name: info},
+                self.sources, partial(self._convert, model, renamings, expert=i % experts),
+                rows=slice(i % experts, i % experts + 1), made={name: info},
             )
             for i, (name, info) in enumerate(made.items())
-        ]
+        ]  # fmt: skip
 
     def _keeps_experts(self, *, apart: bool) -> bool:
         """True if an expert's part of what is made of one stack is made of its row alone; apart: a tensor for each."""

@@ -254,14 +254,10 @@ class Dispatcher:
         if self._planner is not None:
             own += f", {self._planner.config}"
         return CallId(
-            layer=self.layer,
-            number=self.calls,
-            experts=self.num_experts,
-            top_k=ids.shape[-1] if ids.dim() else 0,
-            width=x.shape[-1] if x.dim() else 0,
-            fingerprint=f"{own}, {self.fingerprint}" if self.fingerprint else own,
+            layer=self.layer, number=self.calls, experts=self.num_experts, top_k=ids.shape[-1] if ids.dim() else 0,
+            width=x.shape[-1] if x.dim() else 0, fingerprint=f"{own}, {self.fingerprint}" if self.fingerprint else own,
             sized=self._places if self.sizes and static_by_default(x) else 0,
-        )
+        )  # fmt: skip
 
     def _at(self, phase: str) -> None:
         if self.guard is not None:

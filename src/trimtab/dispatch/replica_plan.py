@@ -125,11 +125,9 @@ def pieces_of(loads_E: Tensor, ranks: int, tolerance: int | None, copy_cost: int
 
     to_n = torch.cat((chosen(to_WBPe), ranks - 1 - order_P))
     return Pieces(
-        expert_n=torch.cat((expert_E, expert_E[which_BP.index_select(0, best)[0]])),
-        rank_n=rank_P[to_n],
-        slots_n=torch.cat((chosen(slots_WBPe), chosen(slots_WBP))),
-        cap=cap_B1.index_select(0, best).view(()),
-    )
+        expert_n=torch.cat((expert_E, expert_E[which_BP.index_select(0, best)[0]])), rank_n=rank_P[to_n],
+        slots_n=torch.cat((chosen(slots_WBPe), chosen(slots_WBP))), cap=cap_B1.index_select(0, best).view(()),
+    )  # fmt: skip
 
 
 @dataclass
@@ -180,12 +178,9 @@ def replica_plan(counts_HPE: Tensor, config: ReplicationConfig) -> ReplicaPlan:
     place_EP = torch.where(is_replica_EP, is_replica_EP.cumsum(0) + (e - 1), -1)
     home_view(place_EP).copy_(torch.arange(e, device=device))
     return ReplicaPlan(
-        slots_EP=slots_EP,
-        place_EP=place_EP,
-        replicas_PP=is_replica_EP.view(ranks, e, ranks).sum(1),
-        cap=pieces.cap,
+        slots_EP=slots_EP, place_EP=place_EP, replicas_PP=is_replica_EP.view(ranks, e, ranks).sum(1), cap=pieces.cap,
         checksum=_checksum(counts_HPE.flatten(0, 1)) + 3 * _checksum(slots_EP) + 5 * pieces.cap,
-    )
+    )  # fmt: skip
 
 
 def slot_shares(plan: ReplicaPlan, counts_HPE: Tensor, etp_rank: int, rank: int) -> Tensor:

@@ -226,12 +226,9 @@ def _other(entry: Entry) -> str:
     kinds = {"all_gather": "gathers parameters", "reduce_scatter": "scatters gradients"}
     fsdp = next((says for op, says in kinds.items() if op in entry.op), "reduces gradients over replicas")
     users = {
-        "transformers/distributed/expert_parallel": "transformers' own expert exchange",
-        "fsdp": f"FSDP {fsdp}",
-        "clip_grad": "gradient norm",
-        "distributed/checkpoint": "checkpoint",
-        "nn/parallel/distributed.py": "DDP",
-    }
+        "transformers/distributed/expert_parallel": "transformers' own expert exchange", "fsdp": f"FSDP {fsdp}",
+        "clip_grad": "gradient norm", "distributed/checkpoint": "checkpoint", "nn/parallel/distributed.py": "DDP",
+    }  # fmt: skip
     for part, what in users.items():
         if any(part in f.file or part in f.name for f in entry.frames):
             return f"{what} ({entry.op})"

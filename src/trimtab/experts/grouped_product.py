@@ -55,16 +55,10 @@ RowFunction = Callable[[Tensor], Tensor]
 
 
 def grouped_product(
-    x: Tensor,
-    weight: GroupedWeight,
-    offsets_e: Tensor,
-    *,
-    plan: ExpertPlan | None = None,
-    kernels: Backend | str = "auto",
-    sink: GradSink = ORDINARY,
-    low_precision: LowPrecisionProducts | None = None,
+    x: Tensor, weight: GroupedWeight, offsets_e: Tensor, *, plan: ExpertPlan | None = None,
+    kernels: Backend | str = "auto", sink: GradSink = ORDINARY, low_precision: LowPrecisionProducts | None = None,
     name: str = "weight",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The products of each group's rows: [S, out] in x's dtype. Differentiable in x and the weight's tensors, once.
 
     Every gradient has its tensor's full shape, zeros for a group without rows. Rows from offsets_e[-1] on may hold
@@ -159,10 +153,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     _, need_x, _, _, *needs = needed(ctx)
     offsets_e, seed, *rest = ctx.saved_tensors
     tensors, (*u,), kept = (
-        rest[: call.count],
-        rest[call.count : call.count + ctx.adapted],
-        rest[call.count + ctx.adapted :],
-    )
+        rest[: call.count], rest[call.count : call.count + ctx.adapted], rest[call.count + ctx.adapted :],
+    )  # fmt: skip
     later, low = call.sink.defer, call.low_precision
     wanted = needs if later is None else call.trained
     d, of_u = dy.contiguous(), next(iter(u), None)

@@ -60,20 +60,11 @@ class GroupedLinear(GroupedModule):
     """
 
     def __init__(
-        self,
-        num_groups: int,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | int | None = None,
-        single_parameter: bool = True,
-        main_grad: MainGradMode = "off",
-        delay_wgrad: bool = False,
-        recipe: Recipe | None = None,
+        self, num_groups: int, in_features: int, out_features: int, *, bias: bool = True,
+        dtype: torch.dtype | None = None, device: torch.device | str | int | None = None, single_parameter: bool = True,
+        main_grad: MainGradMode = "off", delay_wgrad: bool = False, recipe: Recipe | None = None,
         kernels: KernelChoice | str = "auto",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         check_sizes(num_groups=num_groups, in_features=in_features, out_features=out_features)
         check_flags(bias=bias, single_parameter=single_parameter)
@@ -178,9 +169,7 @@ class GroupedLinear(GroupedModule):
         assert state is not None
         plan = _aligned(offsets_e, x_RD.shape[0], (engine or self.recipe).alignment)
         low = LowPrecisionProducts(kernels, plan.offsets_e, state.call(), engine)
-        y_SB = grouped_product(
-            x_RD, weight, plan.offsets_e, plan=plan, kernels=kernels, sink=sink, low_precision=low
-        )  # fmt: skip
+        y_SB = grouped_product(x_RD, weight, plan.offsets_e, plan=plan, kernels=kernels, sink=sink, low_precision=low)
         y_RB: Tensor = forward_of(ToExperts, y_SB, plan, True)
         return y_RB
 

@@ -145,17 +145,10 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def add_adapter(
-    model: nn.Module,
-    name: str = "default",
-    *,
-    rank: int,
-    alpha: float | None = None,
-    weights: Sequence[str] | None = None,
-    shared: bool = False,
-    dropout: float = 0.0,
-    rank_stabilized: bool = False,
+    model: nn.Module, name: str = "default", *, rank: int, alpha: float | None = None,
+    weights: Sequence[str] | None = None, shared: bool = False, dropout: float = 0.0, rank_stabilized: bool = False,
     dtype: torch.dtype | None = None,
-) -> list[nn.Parameter]:
+) -> list[nn.Parameter]:  # fmt: skip
     """Give every `ExpertMLP` and `GroupedLinear` in the model a new adapter (LoRA), make it the active one, and freeze
     their weights; other adapters stay trainable. Before or after `parallelize`; before `fully_shard_moe`, `ddp` and the
     optimizer.

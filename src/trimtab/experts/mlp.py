@@ -34,18 +34,10 @@ RowFunction = Callable[[Tensor], Tensor]
 
 
 def expert_mlp(
-    x_MD: Tensor,
-    w_MK: Tensor,
-    plan: ExpertPlan,
-    up: GroupedWeight,
-    down: GroupedWeight,
-    activation: str | RowFunction = "swiglu",
-    kernels: Backend | str = "auto",
-    *,
-    norm: RowFunction | None = None,
-    sink: GradSink = ORDINARY,
-    low_precision: tuple[LowPrecisionProducts, LowPrecisionProducts] | None = None,
-) -> Tensor:
+    x_MD: Tensor, w_MK: Tensor, plan: ExpertPlan, up: GroupedWeight, down: GroupedWeight,
+    activation: str | RowFunction = "swiglu", kernels: Backend | str = "auto", *, norm: RowFunction | None = None,
+    sink: GradSink = ORDINARY, low_precision: tuple[LowPrecisionProducts, LowPrecisionProducts] | None = None,
+) -> Tensor:  # fmt: skip
     """Weighted sum of each row's local experts: [M, D] in x's dtype. Local: no rank waits for another.
 
     Args:

@@ -69,20 +69,10 @@ class ExpertMLP(GroupedModule):
     """The format of the weights and the dtype that they stand for; None where they are what they seem."""
 
     def __init__(
-        self,
-        num_experts: int,
-        dim: int,
-        hidden: int,
-        *,
-        activation: str = "swiglu",
-        bias: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        main_grad: MainGradMode = "off",
-        delay_wgrad: bool = False,
-        recipe: Recipe | None = None,
-        kernels: KernelChoice | str = "auto",
-    ) -> None:
+        self, num_experts: int, dim: int, hidden: int, *, activation: str = "swiglu", bias: bool = False,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None, main_grad: MainGradMode = "off",
+        delay_wgrad: bool = False, recipe: Recipe | None = None, kernels: KernelChoice | str = "auto",
+    ) -> None:  # fmt: skip
         super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         check_sizes(num_experts=num_experts, dim=dim, hidden=hidden)
         check_flags(bias=bias)
@@ -173,14 +163,9 @@ class ExpertMLP(GroupedModule):
         return names if self.down_bias is None else (*names, *(f"{name}_bias" for name in names))
 
     def forward(
-        self,
-        x_MD: Tensor,
-        ids_MK: Tensor,
-        w_MK: Tensor,
-        *,
-        num_slots: int | None = None,
+        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None,
         replicas: Replicas | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Weighted sum of each row's experts: [M, D] in x's dtype, computed in the parameters' dtype or, as `nn.Linear`
         is, in autocast's. Gradients of parameters are in their own dtype.
 

@@ -162,9 +162,7 @@ def _weights(p: Pass, x: Tensor) -> Fields:
     """Values or codes, and biases, where they are read, in one of the types that may lie beside x."""
     up, down = p.up.values[0], p.down.values[0]
     if p.up.format:
-        fields: Fields = {
-            "type_weights": CODES[p.down.format], "up_scales": p.up.scales, "down_scales": p.down.scales
-        }  # fmt: skip
+        fields: Fields = {"type_weights": CODES[p.down.format], "up_scales": p.up.scales, "down_scales": p.down.scales}
     else:
         if up.dtype is not x.dtype and (up.dtype, x.dtype) != (torch.float32, torch.bfloat16):  # beside those it rounds
             runs = with_rows(p.plan.offsets_e)

@@ -118,9 +118,7 @@ class Pass:
 
     def blocks(self) -> Iterator[Block]:
         rows, low = self.plan.row_R.shape[0], self.low_precision is not None
-        blocks = blocks_of(
-            self.kernels, self.plan.offsets_e, rows, self.x.dtype, self.up, self.down, low_precision=low
-        )  # fmt: skip
+        blocks = blocks_of(self.kernels, self.plan.offsets_e, rows, self.x.dtype, self.up, self.down, low_precision=low)
         return blocks if low or not self.kernels.whole else (replace(block, tail=False) for block in blocks)
 
     def gather(self, x: Tensor, block: Block) -> Tensor:

@@ -22,14 +22,9 @@ from trimtab.validation import assert_on_device, wide_ids
 
 
 def plan_experts(
-    ids_MK: Tensor,
-    num_experts: int,
-    *,
-    alignment: int = 1,
-    num_slots: int | None = None,
-    static: bool | None = None,
+    ids_MK: Tensor, num_experts: int, *, alignment: int = 1, num_slots: int | None = None, static: bool | None = None,
     kernels: object = None,
-) -> ExpertPlan:
+) -> ExpertPlan:  # fmt: skip
     """Group the slots of `ids_MK` [M, K] by local expert.
 
     Ids outside 0..num_experts - 1 are dropped: -1 and the sentinel `num_experts` of other libraries alike.
@@ -148,9 +143,7 @@ def plan_for(
     return ExpertPlan(*plan_op(ids_MK, num_experts, bound, num_slots is not None, whole, names))
 
 
-def _plan(
-    ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Backend | str, whole: str
-) -> ExpertPlan:  # fmt: skip
+def _plan(ids_MK: Tensor, num_experts: int, num_slots: int | None, kernels: Backend | str, whole: str) -> ExpertPlan:
     plan = plan_experts(ids_MK, num_experts, num_slots=num_slots, kernels=kernels)
     if whole and not no_values(ids_MK.device):
         _refuse_dropped(whole, plan, ids_MK, num_experts)
@@ -170,9 +163,7 @@ def _refuse_dropped(whole: str, plan: ExpertPlan, ids_MK: Tensor, num_experts: i
         )
 
 
-def _plan_tensors(
-    ids: Tensor, num_experts: int, bound: int, bounded: bool, whole: str, kernels: str
-) -> list[Tensor]:  # fmt: skip
+def _plan_tensors(ids: Tensor, num_experts: int, bound: int, bounded: bool, whole: str, kernels: str) -> list[Tensor]:
     chosen = kernels_of(kernels, ids.device, torch.float32 if ids.device.type == "cpu" else torch.bfloat16)
     plan = _plan(ids, num_experts, bound if bounded else None, chosen, whole)
     slot_R, row_R, indices, *rest = plan
@@ -183,9 +174,7 @@ def _plan_tensors(
     return [pad(slot_R, (0, short), value=-1), pad(row_R, (0, short), value=-1), pad(indices, (0, short)), *rest]
 
 
-def _plan_fake(
-    ids: Tensor, num_experts: int, bound: int, bounded: bool, whole: str, kernels: str
-) -> list[Tensor]:  # fmt: skip
+def _plan_fake(ids: Tensor, num_experts: int, bound: int, bounded: bool, whole: str, kernels: str) -> list[Tensor]:
     sizes = (bound, bound, bound, ids.shape[0] + 1, num_experts, num_experts + 1)
     return [ids.new_empty(size, dtype=torch.int64) for size in sizes]
 

@@ -48,15 +48,9 @@ class SharedExperts(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        hidden: int,
-        *,
-        activation: str = "swiglu",
-        gated: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, dim: int, hidden: int, *, activation: str = "swiglu", gated: bool = False,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(dim=dim, hidden=hidden)
         check_flags(gated=gated)

@@ -151,13 +151,9 @@ class RankRecord:
         if not known:
             return None
         return Place(
-            layer=layer.rstrip(b"\0").decode(errors="replace"),
-            phase=PHASES[phase],
-            direction=DIRECTIONS[direction],
-            call=call,
-            state=STATES[state],
-            since=since,
-        )
+            layer=layer.rstrip(b"\0").decode(errors="replace"), phase=PHASES[phase], direction=DIRECTIONS[direction],
+            call=call, state=STATES[state], since=since,
+        )  # fmt: skip
 
     def note(self) -> str:
         """The text that the rank left; empty if none."""

@@ -47,12 +47,9 @@ class Verdict:
         kind = type(error).__name__
         text = error.message if len(error.message) <= _MOST_TEXT else f"{error.message[:_MOST_TEXT]} […]"
         return cls(
-            kind=kind if kind in _KINDS else "DesyncError",
-            message=text,
-            ranks=error.ranks[:_MOST_RANKS],
-            layer=error.layer or "",
-            phase=error.phase or "",
-        )
+            kind=kind if kind in _KINDS else "DesyncError", message=text, ranks=error.ranks[:_MOST_RANKS],
+            layer=error.layer or "", phase=error.phase or "",
+        )  # fmt: skip
 
     def to_note(self) -> str:
         """Text for a rank's record."""

@@ -68,17 +68,10 @@ class ExpertParallel(ParallelStyle):
     """
 
     def __init__(
-        self,
-        *,
-        transport: str = "alltoall",
-        tokens: TokenMode = "own",
-        tp_mesh: DeviceMesh | None = None,
-        cp_mesh: DeviceMesh | None = None,
-        etp: str | None = None,
-        combine: CombineMode | None = None,
-        replicate_experts: Replication = "off",
-        copy_cost: int = COPY_COST,
-    ) -> None:
+        self, *, transport: str = "alltoall", tokens: TokenMode = "own", tp_mesh: DeviceMesh | None = None,
+        cp_mesh: DeviceMesh | None = None, etp: str | None = None, combine: CombineMode | None = None,
+        replicate_experts: Replication = "off", copy_cost: int = COPY_COST,
+    ) -> None:  # fmt: skip
         super().__init__()
         if tokens not in get_args(TokenMode):
             raise ConfigError(f"tokens={tokens!r} is not one of {get_args(TokenMode)}")
@@ -98,14 +91,9 @@ class ExpertParallel(ParallelStyle):
         return self.apply_to(module, device_mesh, self._transports, src_data_rank=self.src_data_rank)
 
     def apply_to(
-        self,
-        module: nn.Module,
-        mesh: DeviceMesh,
-        transports: Transports,
-        *,
-        layer: str = "",
+        self, module: nn.Module, mesh: DeviceMesh, transports: Transports, *, layer: str = "",
         src_data_rank: int | None = None,
-    ) -> MoE:
+    ) -> MoE:  # fmt: skip
         """Make `module` parallel, in place; one that does not fit stays as it was. layer: its name, if not its own."""
         moe = self.check(module, mesh, layer)
         place, old, name = ExpertMesh(mesh=mesh, etp=self.etp), moe.dispatcher, layer or moe.dispatcher.layer

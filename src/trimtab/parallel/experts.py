@@ -84,14 +84,9 @@ class ParallelExperts(ExpertMLP):
     reduce_delayed: Callable[[], None] | None
 
     def forward(
-        self,
-        x_MD: Tensor,
-        ids_MK: Tensor,
-        w_MK: Tensor,
-        *,
-        num_slots: int | None = None,
+        self, x_MD: Tensor, ids_MK: Tensor, w_MK: Tensor, *, num_slots: int | None = None,
         replicas: Replicas | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """As `ExpertMLP.forward`, with local ids. Collective over the etp group, with a host sync.
 
         Replicas go between equal ranks of two etp groups: each has its share of F, for the rows of all that meet."""

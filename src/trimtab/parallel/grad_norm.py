@@ -18,13 +18,9 @@ from trimtab.validation import check_flags
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[Tensor] | Tensor | nn.Module,
-    max_norm: float,
-    *,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    pp_mesh: DeviceMesh | None = None,
-) -> Tensor:
+    parameters: Iterable[Tensor] | Tensor | nn.Module, max_norm: float, *, norm_type: float = 2.0,
+    error_if_nonfinite: bool = False, pp_mesh: DeviceMesh | None = None,
+) -> Tensor:  # fmt: skip
     """Scale gradients in place so that their global norm is at most `max_norm`; returns the norm before, float32.
 
     Shards of a DTensor are summed over its mesh, of replicas one counts. Call it after gradients are reduced, with all

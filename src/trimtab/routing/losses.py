@@ -114,13 +114,9 @@ def take_sums(counts: Mapping[str, Tensor], groups: Groups) -> dict[str, Tensor]
 
 
 def balance_losses(
-    routing: Routing,
-    *,
-    config: RouterConfig,
-    groups: LossGroups,
-    totals: StepTotals | None,
+    routing: Routing, *, config: RouterConfig, groups: LossGroups, totals: StepTotals | None,
     counts_before_E: Tensor | None,
-) -> tuple[dict[str, Tensor], Tensor | None]:
+) -> tuple[dict[str, Tensor], Tensor | None]:  # fmt: skip
     """(name -> scalar, counts of this micro-batch over all ranks [E] float64). One all-reduce of 2 E + 3 numbers over
     `groups.everyone`, with a sequence_aux_loss another of S E counts over `groups.sequence`, whatever a rank's tokens.
 

@@ -123,18 +123,10 @@ class RouterRun:
     """
 
     def __init__(
-        self,
-        port: Port,
-        router: nn.Module,
-        *,
-        ids: Tensor | Callable[[], Tensor],
-        logits_TE: Tensor,
-        scores: Callable[[], Tensor],
-        shape: tuple[int, int] | None,
-        rows_T: Tensor | None = None,
-        real: Callable[[], Tensor | None] | None = None,
-        turn: int = 1,
-    ) -> None:
+        self, port: Port, router: nn.Module, *, ids: Tensor | Callable[[], Tensor], logits_TE: Tensor,
+        scores: Callable[[], Tensor], shape: tuple[int, int] | None, rows_T: Tensor | None = None,
+        real: Callable[[], Tensor | None] | None = None, turn: int = 1,
+    ) -> None:  # fmt: skip
         self.port, self.info, self.router, self.training = port, port.info, router, router.training
         self.logits_TE, self.scores, self.shape = logits_TE, scores, shape
         self.rows_T, self._real, self._turn, self._ids = rows_T, real, turn, ids

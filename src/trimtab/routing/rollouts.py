@@ -24,15 +24,9 @@ from trimtab.validation import holds_ids, wide_ids
 
 
 def lay_out(
-    samples: Sequence[Any],
-    routers: Sequence[tuple[RouterInfo, int]],
-    total: int,
-    *,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    start_len: int | Sequence[int] | None,
-    counted: str,
-) -> Decisions:
+    samples: Sequence[Any], routers: Sequence[tuple[RouterInfo, int]], total: int, *, attention_mask: Tensor | None,
+    position_ids: Tensor | None, start_len: int | Sequence[int] | None, counted: str,
+) -> Decisions:  # fmt: skip
     """See `trimtab.rollout_decisions`. routers: each with the number of its layer, of `total` in all."""
     sizes = {(info.num_experts, info.top_k) for info, _ in routers}
     if len(sizes) > 1 or len({info.family == OWN for info, _ in routers}) > 1:

@@ -53,14 +53,9 @@ class Router(nn.Module):
     expert_bias: Tensor | None
 
     def __init__(
-        self,
-        config: RouterConfig,
-        dim: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        layer: str = "",
-    ) -> None:
+        self, config: RouterConfig, dim: int, *, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, layer: str = "",
+    ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(dim=dim)
         check_dtype(dtype)
@@ -105,15 +100,9 @@ class Router(nn.Module):
         return self._required.clone()
 
     def forward(
-        self,
-        x_TD: Tensor,
-        *,
-        token_mask_T: Tensor | None = None,
-        ids_TK: Tensor | None = None,
-        batch: int = 1,
-        sequence_ids_T: Tensor | None = None,
-        num_sequences: int | None = None,
-    ) -> Routing:
+        self, x_TD: Tensor, *, token_mask_T: Tensor | None = None, ids_TK: Tensor | None = None, batch: int = 1,
+        sequence_ids_T: Tensor | None = None, num_sequences: int | None = None,
+    ) -> Routing:  # fmt: skip
         """Route this rank's tokens. `losses` takes the balance losses of what comes out.
 
         Args:
@@ -187,13 +176,9 @@ class Router(nn.Module):
         return self.port.see(run)
 
     def _run(
-        self,
-        ids: Tensor | Callable[[], Tensor],
-        logits_TE: Tensor,
-        scores_TE: Tensor,
-        real_T: Tensor | None,
+        self, ids: Tensor | Callable[[], Tensor], logits_TE: Tensor, scores_TE: Tensor, real_T: Tensor | None,
         batch: int,
-    ) -> RouterRun:
+    ) -> RouterRun:  # fmt: skip
         shape = (batch, logits_TE.shape[0] // max(batch, 1))
         return RouterRun(
             self.port, self, ids=ids, logits_TE=logits_TE, scores=lambda: scores_TE, shape=shape, real=lambda: real_T

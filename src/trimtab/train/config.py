@@ -24,16 +24,9 @@ WITH_LORA = ("lora_alpha", "lora_targets", "quantize", "merge")
 
 
 def option(
-    group: str,
-    help: str,
-    *,
-    default: Any = None,
-    shown: str = "",
-    least: float | None = None,
-    choices: tuple[str, ...] = (),
-    fixed: bool = False,
-    per_run: bool = False,
-) -> Any:
+    group: str, help: str, *, default: Any = None, shown: str = "", least: float | None = None,
+    choices: tuple[str, ...] = (), fixed: bool = False, per_run: bool = False,
+) -> Any:  # fmt: skip
     """A field of `TrainConfig`, from which the command line, the YAML file and the docs have it.
 
     group: the heading that it stands under in the help; `shown` stands for its value there. fixed: the numbers of a run
@@ -220,15 +213,13 @@ class TrainConfig:
         """Fill in the defaults that depend on whether the model is a preset or somebody's checkpoint."""
         steps, preset = self.max_steps or 100, self.model in PRESETS
         return dataclasses.replace(
-            self,
-            max_steps=steps,
-            seq_len=self.seq_len or (128 if preset else 512),
+            self, max_steps=steps, seq_len=self.seq_len or (128 if preset else 512),
             lr=self.lr or (4e-3 if preset else 2e-4 if self.lora else 2e-5),
             lora_alpha=self.lora_alpha or (self.lora and 2.0 * self.lora),
             lora_targets=self.lora_targets or ("experts,attention" if self.lora else None),
             eval_every=self.eval_every or max(1, steps // 10),
             warmup=min(steps // 10, 100) if self.warmup is None else self.warmup,
-        )
+        )  # fmt: skip
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> TrainConfig:

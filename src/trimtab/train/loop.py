@@ -92,13 +92,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         run = describe_run(config, mesh.data_size, plan.groups)
         self.checkpoints = checkpoints = Checkpoints(config, run, plan.checkpoint, sum(sizes(plan)))
         blocks = RankBlocks(
-            plan.blocks(),
-            batch=config.batch_size,
-            rank=mesh.data_rank(rank),
-            size=mesh.data_size,
-            seed=config.seed,
+            plan.blocks(), batch=config.batch_size, rank=mesh.data_rank(rank), size=mesh.data_size, seed=config.seed,
             skip=checkpoints.start * config.grad_accum * config.batch_size,
-        )
+        )  # fmt: skip
         own = own_optimizer(config)
         super().__init__(model=model, args=arguments(config, mesh), train_dataset=blocks, optimizer_cls_and_kwargs=own)
         # compute_loss divides by the targets of the whole accumulated batch.
@@ -173,12 +169,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return samples, self._targets
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, torch.Tensor],
-        return_outputs: bool = False,
+        self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """This rank's part of the objective; averaged over the data-parallel ranks it is the global mean."""
         outputs, nll = self.objective.forward(model, inputs)
         self._nll += nll.detach()
@@ -225,12 +218,9 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         now = time.perf_counter()
         step = self.state.global_step
         record = {
-            "step": step,
-            "loss": nll / self._targets.item(),
-            "grad_norm": logs["grad_norm"],
-            "lr": logs["learning_rate"],
-            "tokens_per_second": self._tokens / (now - self._clock),
-        }
+            "step": step, "loss": nll / self._targets.item(), "grad_norm": logs["grad_norm"],
+            "lr": logs["learning_rate"], "tokens_per_second": self._tokens / (now - self._clock),
+        }  # fmt: skip
         self._clock = now
         if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
             raise TrimtabError(

@@ -110,10 +110,6 @@ def byte_tokenizer() -> Any:
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(SPECIALS))
     return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token=EOS,
-        pad_token=EOS,
-        additional_special_tokens=[START, END],
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )
+        tokenizer_object=core, eos_token=EOS, pad_token=EOS, additional_special_tokens=[START, END],
+        clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip

@@ -109,9 +109,7 @@ def _as_saved(state: TensorStore, model: Any, source: Source, dtype: str | None)
     return Mapped(saved, [_cast(name, saved.infos[name], source, dtype) for name in saved.infos if name not in twice])
 
 
-def _write_all(
-    saved: TensorStore, source: Source, folder: Path, dtype: str | None, *, read_on: bool = False
-) -> None:  # fmt: skip
+def _write_all(saved: TensorStore, source: Source, folder: Path, dtype: str | None, *, read_on: bool = False) -> None:
     _write(_Both(saved, Mapped(source.store, map(kept, source.carried))), folder, read_on=read_on)
     (folder / WRITTEN).touch()
     copy_files(source.files, source.folder, folder, dtype)

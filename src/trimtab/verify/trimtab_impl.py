@@ -82,21 +82,14 @@ class Stack(nn.Module):
 
     def __init__(self, sizes: Sizes, t: Topology, device: torch.device) -> None:
         super().__init__()
-        config = MoEConfig(
-            dim=sizes.dim,
-            hidden=sizes.hidden,
-            router=RouterConfig(
-                num_experts=sizes.num_experts,
-                top_k=sizes.top_k,
-                normalize=False,
-                sequence_aux_loss=BALANCE if t.cp > 1 or t.packed != "none" else 0.0,
-            ),
-            combine=t.combine,
-            main_grad="accumulate" if t.sink == "maingrad" else "off",
-            delay_wgrad=t.later == "delayed",
-            dtype=sizes.dtype,
-            device=device,
+        balance = BALANCE if t.cp > 1 or t.packed != "none" else 0.0
+        router = RouterConfig(
+            num_experts=sizes.num_experts, top_k=sizes.top_k, normalize=False, sequence_aux_loss=balance
         )
+        config = MoEConfig(
+            dim=sizes.dim, hidden=sizes.hidden, router=router, combine=t.combine, dtype=sizes.dtype, device=device,
+            main_grad="accumulate" if t.sink == "maingrad" else "off", delay_wgrad=t.later == "delayed",
+        )  # fmt: skip
         self.rerun, self.cut = t.rerun, max(t.cp, t.tp) > 1
         self.moes: list[MoE] = [config.build(layer=f"layers.{i}") for i in range(sizes.layers)]
         self.layers = nn.ModuleList(self.moes)

@@ -5,6 +5,4 @@ from trimtab.experts.recipes.fp8 import MXFP8, FP8Blockwise, FP8Current, FP8Roww
 from trimtab.experts.recipes.fp8_delayed import FP8Delayed
 from trimtab.experts.recipes.nvfp4 import NVFP4
 
-__all__ = [
-    "MXFP8", "NVFP4", "FP8Blockwise", "FP8Current", "FP8Delayed", "FP8Rowwise", "Recipe", "RecipeState",
-]  # fmt: skip
+__all__ = ["MXFP8", "NVFP4", "FP8Blockwise", "FP8Current", "FP8Delayed", "FP8Rowwise", "Recipe", "RecipeState"]

@@ -59,9 +59,8 @@ class Engine:
         kind = getattr(torch.nn.functional.ScalingType, self.scaling)
         count(x[0].shape[0], x[0].shape[1], w[0].shape[-2])
         y: Tensor = torch.nn.functional.scaled_grouped_mm(  # type: ignore[attr-defined]
-            x[0], w[0].mT, x[1], kind, w[1], kind, offs=offsets_e[1:].int(), output_dtype=torch.bfloat16,
-            **self.options,
-        )  # fmt: skip
+            x[0], w[0].mT, x[1], kind, w[1], kind, offs=offsets_e[1:].int(), output_dtype=torch.bfloat16, **self.options
+        )
         return y
 
     def row_scales(self, q: Encoded) -> Tensor:

@@ -37,9 +37,7 @@ class ElementFormat:
 
 
 E4M3 = ElementFormat(name="E4M3", mantissa=3, min_exponent=-6, largest=448.0, dtype=torch.float8_e4m3fn)
-E5M2 = ElementFormat(
-    name="E5M2", mantissa=2, min_exponent=-14, largest=57344.0, dtype=torch.float8_e5m2, has_inf=True
-)  # fmt: skip
+E5M2 = ElementFormat(name="E5M2", mantissa=2, min_exponent=-14, largest=57344.0, dtype=torch.float8_e5m2, has_inf=True)
 E2M1 = ElementFormat(name="E2M1", mantissa=1, min_exponent=0, largest=6.0, dtype=torch.float4_e2m1fn_x2)
 
 

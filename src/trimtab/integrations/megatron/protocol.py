@@ -21,20 +21,14 @@ MOE = "megatron.core.transformer.moe"
 METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     f"{MOE}.moe_layer.MoELayer": {
         "__init__": ("config", "submodules", "layer_number", "pg_collection"),
-        "route": ("hidden_states", "padding_mask"),
-        "preprocess": ("hidden_states", "probs", "routing_map"),
-        "dispatch": ("hidden_states", "probs"),
-        "routed_experts_compute": ("hidden_states", "probs"),
-        "combine": ("output",),
-        "postprocess": ("output", "shared_expert_output"),
+        "route": ("hidden_states", "padding_mask"), "preprocess": ("hidden_states", "probs", "routing_map"),
+        "dispatch": ("hidden_states", "probs"), "routed_experts_compute": ("hidden_states", "probs"),
+        "combine": ("output",), "postprocess": ("output", "shared_expert_output"),
     },
     f"{MOE}.token_dispatcher.MoETokenDispatcher": {
-        "__init__": ("config", "pg_collection"),
-        "dispatch_preprocess": ("tokens", "routing_map", "probs"),
-        "token_dispatch": ("hidden_states", "probs"),
-        "dispatch_postprocess": ("hidden_states", "probs"),
-        "combine_preprocess": ("hidden_states",),
-        "token_combine": ("hidden_states",),
+        "__init__": ("config", "pg_collection"), "dispatch_preprocess": ("tokens", "routing_map", "probs"),
+        "token_dispatch": ("hidden_states", "probs"), "dispatch_postprocess": ("hidden_states", "probs"),
+        "combine_preprocess": ("hidden_states",), "token_combine": ("hidden_states",),
         "combine_postprocess": ("hidden_states",),
     },
     f"{MOE}.router.TopKRouter": {

@@ -87,9 +87,8 @@ class TokenExchange:
             ConfigError: the experts do not divide over the ranks.
         """
         self.dispatcher = Dispatcher(
-            self.num_experts, transport, combine=self.options.combine, layer=layer,
-            replication=self.options.replication,
-        )  # fmt: skip
+            self.num_experts, transport, combine=self.options.combine, layer=layer, replication=self.options.replication
+        )
 
     def dispatch(
         self, x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, counts_E: Tensor | None = None

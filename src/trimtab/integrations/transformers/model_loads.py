@@ -81,11 +81,9 @@ class ModelLoads:
             before, after, slots, replicas, size = sums.tolist()
             even = slots / self._ranks[name]
             replicated[name] = {
-                "busiest_before": before / even if slots else 1.0,
-                "busiest_after": after / even if slots else 1.0,
-                "replicas": replicas,
-                "replica_bytes": size,
-            }
+                "busiest_before": before / even if slots else 1.0, "busiest_after": after / even if slots else 1.0,
+                "replicas": replicas, "replica_bytes": size,
+            }  # fmt: skip
         for name, record in records.items():
             if around(name) in replicated:
                 record["replicated"] = replicated[around(name)]

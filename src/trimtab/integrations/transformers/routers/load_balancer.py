@@ -70,16 +70,9 @@ class LoadBalancer:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        bias: str | None = "sign",
-        rate: float = 1e-3,
-        add_bias: bool | str | Path = False,
-        aux_loss: float = 0.0,
-        z_loss: float = 0.0,
-        group: Groups = None,
-    ) -> None:
+        self, model: nn.Module, *, bias: str | None = "sign", rate: float = 1e-3, add_bias: bool | str | Path = False,
+        aux_loss: float = 0.0, z_loss: float = 0.0, group: Groups = None,
+    ) -> None:  # fmt: skip
         if bias is not None and bias not in BIAS_RULES:
             raise ConfigError(f"bias={bias!r} is not one of {BIAS_RULES}, or None")
         places = find_routers(model)

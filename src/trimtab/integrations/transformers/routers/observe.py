@@ -148,14 +148,10 @@ def replay(model: nn.Module, decisions: Decisions) -> Iterator[None]:
 
 
 def rollout_decisions(
-    model: nn.Module,
-    routed_experts: Sequence[Any],
-    *,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    start_len: int | Sequence[int] | None = None,
+    model: nn.Module, routed_experts: Sequence[Any], *, attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None, start_len: int | Sequence[int] | None = None,
     layers: Literal["auto", "moe", "all"] = "auto",
-) -> Decisions:
+) -> Decisions:  # fmt: skip
     """Decisions to `replay` in a training batch from what an inference engine returned with its samples.
 
     Args:
