@@ -260,11 +260,9 @@ def _main_grad() -> MoE:
 
 
 STATEFUL = {
-    "delayed": lambda: build(delay_wgrad=True),
-    "recipe": lambda: build(recipe=FP8Current(backend="emulated")),
-    "kernels": _own_kernels,
-    "main_grad": _main_grad,
-}
+    "delayed": lambda: build(delay_wgrad=True), "recipe": lambda: build(recipe=FP8Current(backend="emulated")),
+    "kernels": _own_kernels, "main_grad": _main_grad,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STATEFUL)

@@ -149,13 +149,10 @@ def test_a_missing_module_names_the_extra_that_has_it(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("module", "name", "given"),
     [
-        ("datasets", "t.parquet", []),
-        ("pyarrow", "t.jsonl.gz", []),
-        ("datasets", "folder/train.jsonl", []),
-        ("transformers", "t.jsonl", []),
-        ("tensorboard", "t.jsonl", ["--report-to", "tensorboard"]),
+        ("datasets", "t.parquet", []), ("pyarrow", "t.jsonl.gz", []), ("datasets", "folder/train.jsonl", []),
+        ("transformers", "t.jsonl", []), ("tensorboard", "t.jsonl", ["--report-to", "tensorboard"]),
     ],
-)
+)  # fmt: skip
 def test_data_that_needs_a_missing_package_names_the_extra(
     module: str, name: str, given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -25,13 +25,10 @@ def test_a_model_of_one_s_own() -> None:
     model = Model()
     found = trimtab.summary(model)
     assert found.amounts == {
-        ("embeddings", "trained"): Amount(640, 2560),
-        ("attention", "trained"): Amount(4096, 4 * 4096),
-        ("router", "trained"): Amount(256, 1024),
-        ("routed experts", "trained"): Amount(4 * 3 * 4096, 16 * 3 * 4096),
-        ("shared experts", "trained"): Amount(3 * 2048, 12 * 2048),
-        ("other", "trained"): Amount(128, 512),
-    }
+        ("embeddings", "trained"): Amount(640, 2560), ("attention", "trained"): Amount(4096, 4 * 4096),
+        ("router", "trained"): Amount(256, 1024), ("routed experts", "trained"): Amount(4 * 3 * 4096, 16 * 3 * 4096),
+        ("shared experts", "trained"): Amount(3 * 2048, 12 * 2048), ("other", "trained"): Amount(128, 512),
+    }  # fmt: skip
     assert found.of().count == sum(p.numel() for p in model.parameters())
 
 

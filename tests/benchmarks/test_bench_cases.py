@@ -99,11 +99,8 @@ def test_the_judges_truth_is_the_oracles() -> None:
     y = oracle.moe(x, torch.cat([d.ids_TK for d in ranks]), w, gate_up, down)
     y.backward(torch.cat([d.dy_TD for d in ranks]).double())
     whole = {
-        "y": y.detach(),
-        "input gradient": x.grad,
-        "gate and up gradient": gate_up.grad,
-        "down gradient": down.grad,
-    }
+        "y": y.detach(), "input gradient": x.grad, "gate and up gradient": gate_up.grad, "down gradient": down.grad,
+    }  # fmt: skip
     found = truth(CASE, torch.float64)
     for name, value in whole.items():
         assert value is not None

@@ -73,12 +73,10 @@ def test_the_whole_run_on_a_bare_machine_in_a_copy_of_the_tree(bare: Path, tmp_p
 
 
 TESTS = {
-    "passes": "def test_it(): pass",
-    "fails": "def test_wrong_kernel(): assert 1 == 2, 'another number'",
-    "crashes": "import os\ndef test_crashes(): os.abort()",
-    "hangs": "import time\ndef test_hangs(): time.sleep(600)",
+    "passes": "def test_it(): pass", "fails": "def test_wrong_kernel(): assert 1 == 2, 'another number'",
+    "crashes": "import os\ndef test_crashes(): os.abort()", "hangs": "import time\ndef test_hangs(): time.sleep(600)",
     "skips": "import pytest\ndef test_skips(): pytest.skip('nothing to see')",
-}
+}  # fmt: skip
 SAID = {
     "passes": "passes: 1 passed;", "fails": "fails: 1 failed, exit code 1, see 0_tests_fails.txt",
     "crashes": "crashes: nothing, died of SIGABRT", "hangs": "hangs: nothing, stopped at its limit",
@@ -186,12 +184,10 @@ def found(*ratios: float | None, kernels: str = "ok") -> str:
     [
         (lambda: found(BAR, 2.0, 1.3), "They stay, and are the faster choice"),
         (lambda: found(1.1, 1.2, 0.9), "They go: 1.10 (Qwen3-30B-A3B), 1.20 (Mixtral-8x7B), 0.90 (DeepSeek-V3)"),
-        (lambda: found(1.1, 2.0, 2.0), "They stay an option by name"),
-        (lambda: found(2.0, 2.0, None), "Not decided"),
-        (lambda: found(2.0, 2.0), "Not decided"),
-        (lambda: found(2.0, 2.0, 2.0, kernels="failed"), "Not decided"),
+        (lambda: found(1.1, 2.0, 2.0), "They stay an option by name"), (lambda: found(2.0, 2.0, None), "Not decided"),
+        (lambda: found(2.0, 2.0), "Not decided"), (lambda: found(2.0, 2.0, 2.0, kernels="failed"), "Not decided"),
         (lambda: found(2.0, 2.0, 2.0, kernels="broken"), "Not decided"),
     ],
-)
+)  # fmt: skip
 def test_the_rule(said: Callable[[], str], word: str) -> None:
     assert said().startswith(word), said()

@@ -67,13 +67,10 @@ def test_a_race_lasts_as_long_as_asked_and_has_the_turns_asked_for() -> None:
 
 def test_a_failure_is_a_row_with_its_reason() -> None:
     contestants = [
-        fake("good", "answers", value=1.0),
-        fake("absent", "not_installed", "peer"),
-        fake("nowhere", "no_such_function", "peer"),
-        fake("raises", "raises", "peer"),
-        fake("dies", "dies", "peer"),
+        fake("good", "answers", value=1.0), fake("absent", "not_installed", "peer"),
+        fake("nowhere", "no_such_function", "peer"), fake("raises", "raises", "peer"), fake("dies", "dies", "peer"),
         fake("wrong", "answers", "peer", value=1.25),
-    ]
+    ]  # fmt: skip
     said: list[str] = []
     pace = Pace(turns=1, seconds=0.01, patience=120)
     entries = race(contestants, ["forward"], malloc="default", pace=pace, judge=judge, say=said.append)

@@ -75,25 +75,18 @@ def test_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "severity", "says"),
     [
-        ("GLOO_SOCKET_IFNAME", "eth0", "ok", ""),
-        ("GLOO_SOCKET_IFNAME", "eth", "broken", "lo, eth0"),
-        ("GLOO_SOCKET_IFNAME", "ib0", "broken", "no such network interface"),
-        ("NCCL_SOCKET_IFNAME", "eth", "ok", ""),
+        ("GLOO_SOCKET_IFNAME", "eth0", "ok", ""), ("GLOO_SOCKET_IFNAME", "eth", "broken", "lo, eth0"),
+        ("GLOO_SOCKET_IFNAME", "ib0", "broken", "no such network interface"), ("NCCL_SOCKET_IFNAME", "eth", "ok", ""),
         ("NCCL_SOCKET_IFNAME", "=eth", "broken", "no such network interface"),
-        ("NCCL_SOCKET_IFNAME", "^docker", "ok", ""),
-        ("NCCL_P2P_DISABLE", "1", "warn", "do not talk directly"),
-        ("NCCL_P2P_DISABLE", "0", "ok", ""),
-        ("NCCL_IB_DISABLE", "1", "warn", "InfiniBand"),
-        ("CUDA_LAUNCH_BLOCKING", "1", "warn", "every kernel"),
-        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warn", "slowly"),
+        ("NCCL_SOCKET_IFNAME", "^docker", "ok", ""), ("NCCL_P2P_DISABLE", "1", "warn", "do not talk directly"),
+        ("NCCL_P2P_DISABLE", "0", "ok", ""), ("NCCL_IB_DISABLE", "1", "warn", "InfiniBand"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "warn", "every kernel"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warn", "slowly"),
         ("TORCH_DISTRIBUTED_DEBUG", "OFF", "ok", ""),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warn", "waits for ever"),
-        ("TORCH_FR_BUFFER_SIZE", "0", "warn", "leaves no trace"),
-        ("TORCH_FR_BUFFER_SIZE", "2000", "ok", ""),
-        ("OMP_NUM_THREADS", "4", "ok", "4"),
-        ("MALLOC_TRIM_THRESHOLD_", "268435456", "ok", "268435456"),
+        ("TORCH_FR_BUFFER_SIZE", "0", "warn", "leaves no trace"), ("TORCH_FR_BUFFER_SIZE", "2000", "ok", ""),
+        ("OMP_NUM_THREADS", "4", "ok", "4"), ("MALLOC_TRIM_THRESHOLD_", "268435456", "ok", "268435456"),
     ],
-)
+)  # fmt: skip
 def test_environment(name: str, value: str, severity: str, says: str) -> None:
     (one,) = machine.judge_environment({name: value}, ("lo", "eth0"))
     assert one.where.startswith(name)

@@ -165,10 +165,8 @@ STACKS = {
     "dispatch": frames("/x/trimtab/dispatch/route.py:dispatch", "/x/trimtab/dispatch/route.py:forward"),
     "dispatch backward": frames("/x/trimtab/dispatch/route.py:combine", "/x/trimtab/dispatch/route.py:backward"),
     "recomputed": frames(
-        "/x/trimtab/dispatch/route.py:dispatch",
-        "/x/trimtab/dispatch/route.py:forward",
-        "/p/torch/utils/checkpoint.py:recompute_fn",
-        "/p/torch/autograd/graph.py:_engine_run_backward",
+        "/x/trimtab/dispatch/route.py:dispatch", "/x/trimtab/dispatch/route.py:forward",
+        "/p/torch/utils/checkpoint.py:recompute_fn", "/p/torch/autograd/graph.py:_engine_run_backward",
         "/p/torch/_tensor.py:backward",
     ),
     "check": frames(
@@ -189,7 +187,7 @@ STACKS = {
     ),
     "fsdp": frames("/p/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:foreach_all_gather"),
     "hook": frames("/p/torch/autograd/graph.py:_engine_run_backward", "/p/torch/_tensor.py:backward", "/me.py:step"),
-}
+}  # fmt: skip
 
 
 def test_stacks_are_of_functions_that_are_there() -> None:

@@ -54,10 +54,8 @@ def digest(*tensors: Tensor) -> str:
 
 
 BITSANDBYTES = {
-    torch.float32: "340c041eacc215fc",
-    torch.bfloat16: "3423f6551bc70305",
-    torch.float16: "8f867363beb5e79a",
-}
+    torch.float32: "340c041eacc215fc", torch.bfloat16: "3423f6551bc70305", torch.float16: "8f867363beb5e79a",
+}  # fmt: skip
 """Of codes, scales and what they decode to, as bitsandbytes 0.50.2 makes them on the CPU of `weights_by_rule`."""
 
 

@@ -112,22 +112,17 @@ def compare(mlp: ExpertMLP, again: bool = False, rows: tuple[int, ...] = ROWS) -
 
 
 MODULES: dict[str, tuple[dict[str, Any], Callable[[ExpertMLP], Any]]] = {
-    "gated": ({}, freeze()),
-    "biased": ({"bias": True}, freeze()),
-    "no gate": ({"activation": "gelu", "bias": True}, freeze()),
-    "up frozen": ({"bias": True}, freeze("gate_up")),
-    "biases alone": ({"bias": True}, freeze("gate_up", "down")),
-    "adapter": ({"bias": True}, one_adapter),
+    "gated": ({}, freeze()), "biased": ({"bias": True}, freeze()),
+    "no gate": ({"activation": "gelu", "bias": True}, freeze()), "up frozen": ({"bias": True}, freeze("gate_up")),
+    "biases alone": ({"bias": True}, freeze("gate_up", "down")), "adapter": ({"bias": True}, one_adapter),
     "dropout": ({}, lambda mlp: one_adapter(mlp, dropout=0.25)),
-    "shared adapter": ({}, lambda mlp: one_adapter(mlp, shared=True)),
-    "two adapters": ({}, two_adapters),
-    "int8": ({}, lambda mlp: mlp.quantize_("int8")),
-    "nf4, biased": ({"bias": True}, lambda mlp: mlp.quantize_("nf4")),
+    "shared adapter": ({}, lambda mlp: one_adapter(mlp, shared=True)), "two adapters": ({}, two_adapters),
+    "int8": ({}, lambda mlp: mlp.quantize_("int8")), "nf4, biased": ({"bias": True}, lambda mlp: mlp.quantize_("nf4")),
     "fp8": ({"activation": "gelu", "bias": True}, lambda mlp: quantize(mlp, "fp8")),
     "mxfp4": ({}, lambda mlp: quantize(mlp, "mxfp4")),
     "nf4, adapter": ({}, lambda mlp: one_adapter(mlp.quantize_("nf4"))),
     "packed, adapter": ({"dtype": torch.float32}, lambda mlp: one_adapter(mlp.quantize_("packed"))),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

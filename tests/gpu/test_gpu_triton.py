@@ -43,9 +43,7 @@ if REHEARSED:
 def large() -> Large:
     """Its parameters are drawn on the device: the host takes seconds."""
     torch.manual_seed(0)
-    module = ExpertMLP(
-        LARGE.experts, LARGE.dim, LARGE.hidden, dtype=LARGE.dtype, kernels=LARGE.kernels, device=DEVICE
-    )  # fmt: skip
+    module = ExpertMLP(LARGE.experts, LARGE.dim, LARGE.hidden, dtype=LARGE.dtype, kernels=LARGE.kernels, device=DEVICE)
     return module, inputs_of(LARGE, DEVICE)
 
 

@@ -16,13 +16,10 @@ from collections.abc import Iterator
 from typing import Any
 
 LAYERS: dict[str, tuple[str, int, int, int, int]] = {
-    "qwen3": ("Qwen3-30B-A3B", 2048, 768, 128, 8),
-    "mixtral": ("Mixtral 8x7B", 4096, 14336, 8, 2),
-    "deepseek": ("DeepSeek-V3", 7168, 2048, 256, 8),
-    "next": ("Qwen3-Next", 2048, 512, 512, 10),
-    "odd": ("gpt-oss, F halved", 2880, 1440, 32, 4),
-    "half": ("F 1408 halved", 2048, 704, 64, 6),
-}
+    "qwen3": ("Qwen3-30B-A3B", 2048, 768, 128, 8), "mixtral": ("Mixtral 8x7B", 4096, 14336, 8, 2),
+    "deepseek": ("DeepSeek-V3", 7168, 2048, 256, 8), "next": ("Qwen3-Next", 2048, 512, 512, 10),
+    "odd": ("gpt-oss, F halved", 2880, 1440, 32, 4), "half": ("F 1408 halved", 2048, 704, 64, 6),
+}  # fmt: skip
 """Model, D, F, experts of a rank, K. No tile divides the widths of the last two."""
 GPUS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 ALL = [f"{gpu}/{layer}" for gpu in GPUS for layer in LAYERS] + ["sm_90/qwen3/float16", "sm_90/qwen3/float32"]

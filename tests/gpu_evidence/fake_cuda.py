@@ -320,29 +320,19 @@ def linear() -> Steps:
 
 DEEPSEEK = {"score": "sigmoid", "groups": 8, "top_groups": 4, "bias": True, "normalize": True, "scale": 2.5}
 CASES: dict[str, Callable[[], Steps]] = {
-    "experts": expert_mlp,
-    "experts, triton": lambda: expert_mlp(kernels="triton"),
-    "experts, bias": lambda: expert_mlp(bias=True),
-    "experts, geglu": lambda: expert_mlp(activation="geglu"),
+    "experts": expert_mlp, "experts, triton": lambda: expert_mlp(kernels="triton"),
+    "experts, bias": lambda: expert_mlp(bias=True), "experts, geglu": lambda: expert_mlp(activation="geglu"),
     "experts, blockwise": lambda: expert_mlp(recipe=FP8Blockwise(backend="emulated"), kernels="triton"),
     "experts, mxfp8": lambda: expert_mlp(recipe=MXFP8(backend="emulated"), kernels="triton"),
-    "experts, nvfp4": lambda: expert_mlp(recipe=NVFP4(backend="emulated"), kernels="triton"),
-    "router": router,
-    "router, groups": lambda: router(**DEEPSEEK),
-    "plan": plan,
-    "replicas": replicas,
-    "layer": layer,
-    "all-to-all": all_to_all,
-    "all-to-all, triton": lambda: all_to_all(kernels="triton"),
+    "experts, nvfp4": lambda: expert_mlp(recipe=NVFP4(backend="emulated"), kernels="triton"), "router": router,
+    "router, groups": lambda: router(**DEEPSEEK), "plan": plan, "replicas": replicas, "layer": layer,
+    "all-to-all": all_to_all, "all-to-all, triton": lambda: all_to_all(kernels="triton"),
     "all-to-all, guarded": lambda: all_to_all(guard=True),
     "all-to-all, replicas": lambda: all_to_all(replication=ReplicationConfig(copy_cost=512)),
     "all-to-all, ordered": lambda: all_to_all(combine="ordered"),
-    "all-to-all, few tokens": lambda: all_to_all(tokens=36),
-    "all-to-all, no tokens": lambda: all_to_all(tokens=0),
-    "linear": linear,
-    "ddp, flags": ddp_flags,
-    "megatron": megatron,
-}
+    "all-to-all, few tokens": lambda: all_to_all(tokens=36), "all-to-all, no tokens": lambda: all_to_all(tokens=0),
+    "linear": linear, "ddp, flags": ddp_flags, "megatron": megatron,
+}  # fmt: skip
 
 
 def counted(case: str) -> dict[str, Any]:

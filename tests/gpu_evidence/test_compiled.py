@@ -16,13 +16,9 @@ from helpers.commands import with_tests
 
 pytestmark = [*needs_guard, pytest.mark.xdist_group("compiled")]
 CASES = (
-    "sm_90/qwen3",
-    "sm_90/qwen3/float16",
-    "sm_90/qwen3/float32",
-    "sm_90/next",
-    "sm_90/half/float32",
+    "sm_90/qwen3", "sm_90/qwen3/float16", "sm_90/qwen3/float32", "sm_90/next", "sm_90/half/float32",
     *(f"{gpu}/half" for gpu in GPUS if gpu != "sm_90"),
-)
+)  # fmt: skip
 GEMMS = {"gate_up", "hidden_grad", "rows", "weight_grad"}
 GOOD = {
     "gpu": "sm_90", "layer": "half", "dtype": "bfloat16", "kernel": "rows", "tile": "128x256x64",

@@ -36,28 +36,15 @@ class Budget(NamedTuple):
 
 
 WITH_TRITON = {
-    "experts": Budget(9, 12),
-    "experts, triton": Budget(8, 10),
-    "experts, bias": Budget(23, 37),
-    "experts, geglu": Budget(9, 12),
-    "experts, blockwise": Budget(105, 206),
-    "experts, mxfp8": Budget(117, 234),
-    "experts, nvfp4": Budget(171, 572),
-    "router": Budget(14),
-    "router, groups": Budget(26),
-    "plan": Budget(3),
-    "replicas": Budget(28),
-    "layer": Budget(35, 20),
-    "all-to-all": Budget(86, 23, waits=1),
-    "all-to-all, triton": Budget(85, 21, waits=1),
-    "all-to-all, guarded": Budget(87, 23, waits=1),
-    "all-to-all, replicas": Budget(131, 41, waits=1),
-    "all-to-all, ordered": Budget(111, 31, waits=1),
-    "all-to-all, few tokens": Budget(86, 23, waits=1),
-    "all-to-all, no tokens": Budget(86, 23, waits=1),
-    "linear": Budget(19, 17),
-    "ddp, flags": Budget(6),
-}
+    "experts": Budget(9, 12), "experts, triton": Budget(8, 10), "experts, bias": Budget(23, 37),
+    "experts, geglu": Budget(9, 12), "experts, blockwise": Budget(105, 206), "experts, mxfp8": Budget(117, 234),
+    "experts, nvfp4": Budget(171, 572), "router": Budget(14), "router, groups": Budget(26), "plan": Budget(3),
+    "replicas": Budget(28), "layer": Budget(35, 20), "all-to-all": Budget(86, 23, waits=1),
+    "all-to-all, triton": Budget(85, 21, waits=1), "all-to-all, guarded": Budget(87, 23, waits=1),
+    "all-to-all, replicas": Budget(131, 41, waits=1), "all-to-all, ordered": Budget(111, 31, waits=1),
+    "all-to-all, few tokens": Budget(86, 23, waits=1), "all-to-all, no tokens": Budget(86, 23, waits=1),
+    "linear": Budget(19, 17), "ddp, flags": Budget(6),
+}  # fmt: skip
 ALONE = {"experts": Budget(28, 31), "plan": Budget(14), "layer": Budget(54, 39)}
 """Without Triton."""
 

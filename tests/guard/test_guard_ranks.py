@@ -99,10 +99,8 @@ def test_a_second_thread_is_refused_while_one_exchanges(make: Callable[..., Tran
 def settings_on_rank() -> None:
     group = dist.group.WORLD
     own, shared, off = (
-        AllToAll(group),
-        AllToAll(group, guard=(guard := Guard(deadline=5.0))),
-        AllToAll(group, guard=False),
-    )
+        AllToAll(group), AllToAll(group, guard=(guard := Guard(deadline=5.0))), AllToAll(group, guard=False),
+    )  # fmt: skip
     assert off.guard is None
     assert shared.guard is guard
     assert guard.deadline == 5.0

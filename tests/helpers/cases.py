@@ -21,11 +21,9 @@ def case(
     g = torch.Generator().manual_seed(1000 * seed + rank)
     e = num_experts // ranks
     tokens = {
-        "empty_source": 0 if rank == ranks - 1 else 9,
-        "ragged": 3 + 5 * rank,
-        "empty_world": 0,
+        "empty_source": 0 if rank == ranks - 1 else 9, "ragged": 3 + 5 * rank, "empty_world": 0,
         "one_token": int(rank == 0),
-    }.get(pattern, 11)
+    }.get(pattern, 11)  # fmt: skip
     ids = torch.rand(tokens, num_experts, generator=g).argsort(1)[:, :top_k]
     mask = None
     if pattern == "one_expert":

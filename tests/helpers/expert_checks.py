@@ -138,14 +138,9 @@ def mlp_is_true(device: str, tokens: int) -> None:
     host, leaves = copy.deepcopy(module).cpu(), [t.detach().cpu().requires_grad_() for t in (x, w)]
     host.zero_grad()
     true = oracle.moe(
-        leaves[0],
-        ids.cpu(),
-        leaves[1],
-        host.gate_up,
-        host.down,
-        up_bias_EI=host.gate_up_bias,
+        leaves[0], ids.cpu(), leaves[1], host.gate_up, host.down, up_bias_EI=host.gate_up_bias,
         down_bias_ED=host.down_bias,
-    )
+    )  # fmt: skip
     names = ["x", "w", *(name for name, _ in host.named_parameters())]
     inputs = [*leaves, *host.parameters()]
     wanted = gradients(true, inputs, torch.ones_like(true))

@@ -139,14 +139,12 @@ def entry(name: str, role: str, seconds: float, *, group: str = "balanced", **mo
 
 def race(malloc: str, ours: float, peer: float, limit: float) -> Race:
     entries = [
-        entry("trimtab auto", "ours", ours, facts={"peak": 2_000_000_000}),
-        entry("grouped_mm", "peer", peer),
-        entry("eager", "peer", 9 * peer),
-        entry("dense bf16", "limit", 4 * limit, group=""),
+        entry("trimtab auto", "ours", ours, facts={"peak": 2_000_000_000}), entry("grouped_mm", "peer", peer),
+        entry("eager", "peer", 9 * peer), entry("dense bf16", "limit", 4 * limit, group=""),
         entry("dense fp32", "limit", limit, group=""),
         Entry(name="batched_mm", role="peer", group="balanced", failed="cannot be imported here: No module"),
         Entry(name="copy", role="bandwidth", facts={"bytes": 100}, seconds={"copy": [[0.5]]}),
-    ]
+    ]  # fmt: skip
     return Race(malloc=malloc, entries=entries, fewest_bytes={"balanced": {BOTH: 40}})
 
 

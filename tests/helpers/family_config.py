@@ -78,10 +78,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "hy_v4_vl": {"rope_parameters": rope([1, 1, 2])},
     # no layer of two is looped by default: here the second is, so its experts run twice
     "inkling2_loop": {
-        "n_layers_per_attn_res_block": 1,
-        "loop_layer_index_start": 1,
-        "loop_layer_index_end": 2,
-        "loop_num_passes": 2,
+        "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2, "loop_num_passes": 2,
         "loop_gate_rank": 8,
     },
     # the attention's index has no rotary part and pools keys in blocks
@@ -90,16 +87,12 @@ FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe.Qwen3OmniMoeTalkerTextExperts": {"shared_expert_intermediate_size": 16},
     # the full-attention layers' indexer has no default sizes
     "qwen4_exp": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
+        "layer_types": ["linear_attention", "full_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
     },
     # the architecture has exactly one expert per token
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 def tiny_config(config_class: type, family: str, **more: Any) -> Any:

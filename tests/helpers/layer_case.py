@@ -33,12 +33,9 @@ def clamped_swiglu(pre: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": oracle.swiglu,
-    "geglu": lambda pre: F.gelu(pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1],
-    "clamped_swiglu": clamped_swiglu,
-    "relu_squared": lambda pre: torch.relu(pre).square(),
-    "gelu": F.gelu,
-}
+    "swiglu": oracle.swiglu, "geglu": lambda pre: F.gelu(pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1],
+    "clamped_swiglu": clamped_swiglu, "relu_squared": lambda pre: torch.relu(pre).square(), "gelu": F.gelu,
+}  # fmt: skip
 
 
 def build(dtype: torch.dtype = torch.float32, layer: str = "moe", **more: Any) -> MoE:

@@ -156,13 +156,10 @@ def solve(case: Case, dp: int, **config: Any) -> Solved:
     second = torch.autograd.grad(balance, leaves, **every) if balance.requires_grad else [g * 0 for g in first]
     pairs = list(zip(first, second, strict=True))
     return Solved(
-        y=[[run.y.detach() for run in step] for step in runs],
-        losses=values,
-        dx=[[pairs.pop(0) for _ in step] for step in xs],
-        grads=dict(zip(trained, pairs, strict=True)),
-        tokens=sum(tokens),
-        counts={name: sum(counts[i]).long() for i, name in enumerate(routers)},
-    )
+        y=[[run.y.detach() for run in step] for step in runs], losses=values,
+        dx=[[pairs.pop(0) for _ in step] for step in xs], grads=dict(zip(trained, pairs, strict=True)),
+        tokens=sum(tokens), counts={name: sum(counts[i]).long() for i, name in enumerate(routers)},
+    )  # fmt: skip
 
 
 @dataclass

@@ -199,14 +199,11 @@ def run_layer(case: Case, layer: Any = None) -> dict[str, Any]:
     return {
         "y": [y.detach().flatten(0, 1) for _, y in results],
         "dx": [None if x.grad is None else x.grad.flatten(0, 1) for x, _ in results],
-        "router": layer.router.weight.grad,
-        "up": parameters_of(layer, "linear_fc1", "grad"),
-        "down": parameters_of(layer, "linear_fc2", "grad"),
-        "kept": ids,
-        "experts": layer.local_expert_indices,
+        "router": layer.router.weight.grad, "up": parameters_of(layer, "linear_fc1", "grad"),
+        "down": parameters_of(layer, "linear_fc2", "grad"), "kept": ids, "experts": layer.local_expert_indices,
         "etp": (layer.token_dispatcher.tp_rank, layer.token_dispatcher.tp_size),
         "peers": dist.get_process_group_ranks(layer.token_dispatcher.tp_ep_group),
-    }
+    }  # fmt: skip
 
 
 def watch(layer: Any) -> list[Tensor]:

@@ -163,13 +163,9 @@ def built(spec: Any, **options: Any) -> Any:
 
 
 def judged(
-    implementation: str,
-    topologies: Sequence[str],
-    patterns: Sequence[str],
-    dtypes: Sequence[str] = ("float32",),
-    *,
+    implementation: str, topologies: Sequence[str], patterns: Sequence[str], dtypes: Sequence[str] = ("float32",), *,
     deadline: float = 30.0,
-) -> list[Verdict]:
+) -> list[Verdict]:  # fmt: skip
     """Verdicts on a class of `peers.megatron_impl`, on ranks where CUDA is stood in for. `deadline`: of each case."""
     cases = [
         Case(topology=topology_named(topology), pattern=pattern_named(pattern), dtype=dtype, seed=0)
@@ -203,13 +199,10 @@ def model_parallel(
     options: dict[str, Any] = {"create_gloo_process_groups": False}
     known = inspect.signature(parallel_state.initialize_model_parallel).parameters
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp,
+        expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
         **{name: value for name, value in options.items() if name in known},
-    )
+    )  # fmt: skip
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     try:
         yield

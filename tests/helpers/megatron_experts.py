@@ -68,15 +68,9 @@ def beside_megatron() -> Iterator[None]:
 
 
 def model_of(
-    kind: str,
-    place: str,
-    *,
-    gated: bool = True,
-    bias: bool = False,
-    frozen: bool = False,
-    bf16: bool = False,
+    kind: str, place: str, *, gated: bool = True, bias: bool = False, frozen: bool = False, bf16: bool = False,
     by_cpu: bool = True,
-) -> Any:
+) -> Any:  # fmt: skip
     """Experts beside a parameter that every rank has. by_cpu: drawn there, and not as on a device."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 

@@ -111,15 +111,9 @@ def _drawn(layout: Layout, run: Run) -> Any:
     if config.mtp_num_layers and last:
         more["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=last,
-        position_embedding_type="rope",
-        **more,
-    )
+        config=config, transformer_layer_spec=spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=last, position_embedding_type="rope", **more,
+    )  # fmt: skip
 
 
 def positions_and_mask(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,14 +170,9 @@ class Training:
         self.optimizer.zero_grad()
         parts = self.batches(step)
         kept = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(parts),
-            model=[self.model],
-            num_microbatches=len(parts),
-            seq_length=SEQUENCE,
-            micro_batch_size=parts[0][0].shape[0],
-            forward_only=False,
-        )
+            forward_step_func=forward_step, data_iterator=iter(parts), model=[self.model], num_microbatches=len(parts),
+            seq_length=SEQUENCE, micro_batch_size=parts[0][0].shape[0], forward_only=False,
+        )  # fmt: skip
         updated, norm, _ = self.optimizer.step()
         assert updated
         losses = [each["loss"].item() for each in kept]  # of a pipeline's last stage

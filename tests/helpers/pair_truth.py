@@ -54,16 +54,14 @@ def _gated_gelu(pre: Tensor, approximate: str) -> Tensor:
 
 INTERLEAVED, HALVES = clamped(1.702, 1.5, 1.0, interleaved=True), clamped(1.3, 1.5, 0.5, interleaved=False)
 TRUTHS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": oracle.swiglu,
-    "geglu": partial(_gated_gelu, approximate="none"),
+    "swiglu": oracle.swiglu, "geglu": partial(_gated_gelu, approximate="none"),
     "geglu_tanh": partial(_gated_gelu, approximate="tanh"),
     "clamped_swiglu": lambda pre: _clamped(1.702, 7.0, 1.0, *pre.chunk(2, -1)),
-    "relu_squared": lambda pre: torch.relu(pre).square(),
-    "gelu": nn.functional.gelu,
+    "relu_squared": lambda pre: torch.relu(pre).square(), "gelu": nn.functional.gelu,
     "gelu_tanh": partial(nn.functional.gelu, approximate="tanh"),
     INTERLEAVED: lambda pre: _clamped(1.702, 1.5, 1.0, pre[..., ::2], pre[..., 1::2]),
     HALVES: lambda pre: _clamped(1.3, 1.5, 0.5, *pre.chunk(2, -1)),
-}
+}  # fmt: skip
 
 
 class Activated(Function):

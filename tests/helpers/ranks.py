@@ -88,14 +88,9 @@ def wait_until(place: str, rank: int) -> None:
 
 
 def _rank_main(
-    fn: Callable[..., Any],
-    rank: int,
-    ranks: int,
-    store: str,
-    deadline: float,
-    args: tuple[Any, ...],
+    fn: Callable[..., Any], rank: int, ranks: int, store: str, deadline: float, args: tuple[Any, ...],
     *pipes: Connection,
-) -> None:
+) -> None:  # fmt: skip
     """The last pipe is for what `fn` returns; others are its first arguments."""
     *own, pipe = pipes
     torch.set_num_threads(1)

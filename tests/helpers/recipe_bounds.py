@@ -39,13 +39,10 @@ RMS_LINE, RMS_SQUARE = 0.10, 0.115
 
 ALL = 1 << 20
 BLOCKS = {
-    "fp8_delayed": ((ALL, ALL), (ALL, ALL)),
-    "fp8_current": ((ALL, ALL), (ALL, ALL)),
-    "fp8_rowwise": ((1, ALL), (ALL, 1)),
-    "fp8_blockwise": ((1, 128), (128, 128)),
-    "mxfp8": ((1, 32), (32, 1)),
+    "fp8_delayed": ((ALL, ALL), (ALL, ALL)), "fp8_current": ((ALL, ALL), (ALL, ALL)),
+    "fp8_rowwise": ((1, ALL), (ALL, 1)), "fp8_blockwise": ((1, 128), (128, 128)), "mxfp8": ((1, 32), (32, 1)),
     "nvfp4": ((1, 16), (16, 16)),
-}
+}  # fmt: skip
 """(rows, columns) that share a scale: of one segment's rows in the forward, of one expert's weight [in, out] there."""
 
 

@@ -14,19 +14,16 @@ from trimtab.experts.recipes.base import Recipe
 RECIPES: dict[str, Recipe] = {
     "fp8_delayed": FP8Delayed(backend="emulated"),
     "fp8_delayed_e4m3": FP8Delayed(backend="emulated", hybrid=False, history=4, margin=11, algorithm="latest"),
-    "fp8_current": FP8Current(backend="emulated"),
-    "fp8_current_e4m3": FP8Current(backend="emulated", hybrid=False),
+    "fp8_current": FP8Current(backend="emulated"), "fp8_current_e4m3": FP8Current(backend="emulated", hybrid=False),
     "fp8_rowwise": FP8Rowwise(backend="emulated"),
     "fp8_rowwise_pow2": FP8Rowwise(backend="emulated", power_of_two=True),
     "fp8_blockwise": FP8Blockwise(backend="emulated"),
-    "fp8_blockwise_fp32": FP8Blockwise(backend="emulated", power_of_two=False),
-    "mxfp8": MXFP8(backend="emulated"),
+    "fp8_blockwise_fp32": FP8Blockwise(backend="emulated", power_of_two=False), "mxfp8": MXFP8(backend="emulated"),
     "mxfp8_ceil": MXFP8(backend="emulated", scale_rounding="ceil"),
-    "mxfp8_hybrid": MXFP8(backend="emulated", hybrid=True),
-    "nvfp4": NVFP4(backend="emulated", seed=7),
+    "mxfp8_hybrid": MXFP8(backend="emulated", hybrid=True), "nvfp4": NVFP4(backend="emulated", seed=7),
     "nvfp4_line": NVFP4(backend="emulated", square_weights=False),
     "nvfp4_nearest": NVFP4(backend="emulated", stochastic_gradients=False),
-}
+}  # fmt: skip
 NAMES = list(RECIPES)
 KINDS = ["fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]  # one of each
 METHODS = [("activation", "row"), ("activation", "column"), ("gradient", "row"), ("gradient", "column")]

@@ -17,12 +17,9 @@ NAMES = ("model.layers.0.mlp.gate", "model.layers.2.mlp.gate")
 
 def build(dtype: torch.dtype = torch.float64) -> Any:
     config = tiny_config(
-        Qwen3MoeForCausalLM.config_class,
-        "qwen3_moe",
-        num_hidden_layers=LAYERS,
-        mlp_only_layers=[1],
+        Qwen3MoeForCausalLM.config_class, "qwen3_moe", num_hidden_layers=LAYERS, mlp_only_layers=[1],
         norm_topk_prob=True,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32)
     for p in model.parameters():

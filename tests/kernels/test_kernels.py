@@ -66,14 +66,10 @@ def over_blocks(
 @pytest.mark.parametrize(
     ("name", "dtype", "bound"),
     [
-        ("torch", torch.float64, 1e-13),
-        ("torch", torch.float32, 2e-6),
-        ("torch", torch.bfloat16, 2e-2),
-        ("grouped_mm", torch.float32, 2e-6),
-        ("grouped_mm", torch.bfloat16, 2e-2),
-        ("grouped_mm", torch.float16, 2e-3),
+        ("torch", torch.float64, 1e-13), ("torch", torch.float32, 2e-6), ("torch", torch.bfloat16, 2e-2),
+        ("grouped_mm", torch.float32, 2e-6), ("grouped_mm", torch.bfloat16, 2e-2), ("grouped_mm", torch.float16, 2e-3),
     ],
-)
+)  # fmt: skip
 def test_grouped_kernels(name: str, dtype: torch.dtype, bound: float, together: int, counts: list[int]) -> None:
     ours, truth = over_blocks(get_backend(name, CPU), counts, dtype, together)
     for kernel, value in ours.items():

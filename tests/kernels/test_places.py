@@ -13,14 +13,11 @@ from trimtab.layout import ALIGNMENTS
 E = 5
 IDS = {
     "any": torch.randint(-2, E + 2, (70, 3), generator=torch.Generator().manual_seed(1)),
-    "one expert": torch.full((40, 2), 3),
-    "same expert twice": torch.tensor([[2, 2], [4, 2]]),
-    "all dropped": torch.tensor([[-1, E], [2**40, -(2**40)]]),
-    "no rows": torch.zeros(0, 2, dtype=torch.int64),
-    "no slots": torch.zeros(3, 0, dtype=torch.int64),
-    "int32": torch.arange(24, dtype=torch.int32).view(12, 2) % E,
+    "one expert": torch.full((40, 2), 3), "same expert twice": torch.tensor([[2, 2], [4, 2]]),
+    "all dropped": torch.tensor([[-1, E], [2**40, -(2**40)]]), "no rows": torch.zeros(0, 2, dtype=torch.int64),
+    "no slots": torch.zeros(3, 0, dtype=torch.int64), "int32": torch.arange(24, dtype=torch.int32).view(12, 2) % E,
     "not contiguous": (torch.arange(24).view(2, 12) % E).t(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("alignment", ALIGNMENTS)

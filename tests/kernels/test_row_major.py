@@ -11,15 +11,9 @@ from trimtab.kernels.tensor_checks import row_major
 
 ONE = torch.ones(())
 ODD = [
-    ONE.expand(0, 8),
-    ONE.expand(3, 0),
-    ONE.expand(5, 8),
-    ONE.expand(1, 1),
-    torch.arange(8.0).view(8, 1).t(),
-    torch.arange(24.0).view(3, 8)[:, ::2],
-    torch.arange(8.0),
-    ONE,
-]
+    ONE.expand(0, 8), ONE.expand(3, 0), ONE.expand(5, 8), ONE.expand(1, 1), torch.arange(8.0).view(8, 1).t(),
+    torch.arange(24.0).view(3, 8)[:, ::2], torch.arange(8.0), ONE,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("t", ODD)

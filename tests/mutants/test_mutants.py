@@ -114,9 +114,7 @@ MISFIT = "rank 0: TypeError: forward() got an unexpected keyword argument 'rows'
     ],
     ids=["survives", "fails anyway", "does not fit"],
 )  # fmt: skip
-def test_what_kills_nothing(
-    status: Status, said: str, anyway: bool, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_what_kills_nothing(status: Status, said: str, anyway: bool, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only = plan_cases("default", 1, only=["1r-local/random/float32"])
     seen: list[score.MutantScore] = []
 

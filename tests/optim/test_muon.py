@@ -166,9 +166,7 @@ def test_under_peft_what_is_saved_whole_is_what_it_was() -> None:
     optimizer = Muon(model)
     found = {f.name: f for f in map(optimizer.found, (p for p in model.parameters() if p.requires_grad))}
     layouts = {re.split(r"\.(?:modules|lora)_", name)[0].split(".")[-1]: f.layout for name, f in found.items()}
-    assert layouts == {
-        "lm_head": None, "o_proj": None, "q_proj": Layout((8, 8), repeats=4), "gate_proj": Layout((16,)),
-    }  # fmt: skip
+    assert layouts == {"lm_head": None, "o_proj": None, "q_proj": Layout((8, 8), repeats=4), "gate_proj": Layout((16,))}
     assert {f.what for f in found.values()} == {"head", "LoRA", "dense"}
 
 

@@ -59,9 +59,7 @@ def test_the_trainer_takes_the_steps_of_a_loop_written_by_hand(tmp_path: Path) -
     other, data = copy.deepcopy(model), sequences()
     rows = [{"input_ids": row[:3], "labels": row[:3]} for row in data["input_ids"]]
     made = TrainingArguments(**options(tmp_path, max_steps=3, lr_scheduler_type="linear", max_grad_norm=0.05))
-    trainer = Trainer(
-        model=model, args=made, train_dataset=rows, optimizer_cls_and_kwargs=(for_trainer, {"lr": 0.02})
-    )  # fmt: skip
+    trainer = Trainer(model=model, args=made, train_dataset=rows, optimizer_cls_and_kwargs=(for_trainer, {"lr": 0.02}))
     batches = [{name: t.clone() for name, t in batch.items()} for batch in _in_order(trainer)]
     trainer.train()
     optimizer = Muon(other, lr=0.02)

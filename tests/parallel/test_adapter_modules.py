@@ -83,13 +83,10 @@ def test_only_the_active_adapter_and_what_is_not_experts_is_trained() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank"),
-        ({"rank": 2, "dropout": 1.0}, "dropout"),
-        ({"rank": 2, "name": "a.b"}, "identifier"),
-        ({"rank": 2, "weights": ["gate"]}, "no module"),
-        ({"rank": 2, "name": "default"}, "already"),
+        ({"rank": 0}, "rank"), ({"rank": 2, "dropout": 1.0}, "dropout"), ({"rank": 2, "name": "a.b"}, "identifier"),
+        ({"rank": 2, "weights": ["gate"]}, "no module"), ({"rank": 2, "name": "default"}, "already"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused(options: dict[str, object], message: str) -> None:
     moe = layer()
     trimtab.add_adapter(moe, rank=2)

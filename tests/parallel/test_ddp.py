@@ -102,15 +102,10 @@ def by_a_stage(model: DistributedDataParallel, rank: int) -> dict[str, Tensor]:
 
 BOTH = ("moe", "moe2")
 SKIPPED: dict[str, list[tuple[Sequence[str], Sequence[str]]]] = {
-    "none": [(BOTH, BOTH)],
-    "by the first rank": [((), BOTH)],
-    "one layer by the second": [(BOTH, ["moe2"])],
-    "one by all": [(["moe2"], ["moe2"])],
-    "each rank another": [(["moe"], ["moe2"])],
-    "in the last micro-batch": [(BOTH, ["moe"]), ((), ())],
-    "all by all": [((), ())],
-    "none again": [(BOTH, BOTH)],
-}
+    "none": [(BOTH, BOTH)], "by the first rank": [((), BOTH)], "one layer by the second": [(BOTH, ["moe2"])],
+    "one by all": [(["moe2"], ["moe2"])], "each rank another": [(["moe"], ["moe2"])],
+    "in the last micro-batch": [(BOTH, ["moe"]), ((), ())], "all by all": [((), ())], "none again": [(BOTH, BOTH)],
+}  # fmt: skip
 """By name: for each micro-batch the layers that each of two ranks uses."""
 
 

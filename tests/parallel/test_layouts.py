@@ -51,13 +51,11 @@ PLANS: dict[str, tuple[int, Plan]] = {
         *((L(etp=2, data="fsdp", **B, dtype=dtype), CHOSEN[:1]) for dtype in ("float64", "float16")),
     ]),
     "four ranks": (4, [
-        (L(ep=4, tp=4, **R), [*GRID, MASKED]), (L(ep=4, tp=4, **S), GRID),
-        (L(ep=4, tp=2, **R), [COLD]),
-        (L(ep=2, etp=2, tp=4, **S, combine="ordered"), [SOME]),
-        (L(ep=2, data="hsdp"), [COLD]), (L(data="hsdp2"), [SOME]), (L(ep=2, data="ddp", **B), [STEP]),
-        (L(ep=2, tp=2, **S, data="fsdp"), [STEP]),
-        (L(ep=2, tp=4, **R, data="ddp"), [SOME]),
-        (L(etp=2, data="fsdp", **B), [COLD]), (L(ep=2, etp=2, data="ddp", **B), [COLD]),
+        (L(ep=4, tp=4, **R), [*GRID, MASKED]), (L(ep=4, tp=4, **S), GRID), (L(ep=4, tp=2, **R), [COLD]),
+        (L(ep=2, etp=2, tp=4, **S, combine="ordered"), [SOME]), (L(ep=2, data="hsdp"), [COLD]),
+        (L(data="hsdp2"), [SOME]), (L(ep=2, data="ddp", **B), [STEP]), (L(ep=2, tp=2, **S, data="fsdp"), [STEP]),
+        (L(ep=2, tp=4, **R, data="ddp"), [SOME]), (L(etp=2, data="fsdp", **B), [COLD]),
+        (L(ep=2, etp=2, data="ddp", **B), [COLD]),
         *((L(ep=ep, etp=etp, data=data), [SOME]) for ep, etp in MESHES for data in ("fsdp", "ddp")),
     ]),
     "delayed and fused gradients on two ranks": (2, [

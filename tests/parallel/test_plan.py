@@ -107,14 +107,11 @@ def refused_whole_on_rank() -> dict[str, tuple[str, str, bool]]:
 
 def test_a_refused_module_is_as_it_was() -> None:
     words = {
-        "experts": "3 experts do not divide over 2 ranks",
-        "hidden": "F = 9 does not divide over 2",
-        "mesh": "with etp='tp'",
-        "tied": "1.experts.down is a parameter of these experts too",
-        "together": "1.experts.gate_up is a parameter of these experts too",
-        "before": "applied before",
+        "experts": "3 experts do not divide over 2 ranks", "hidden": "F = 9 does not divide over 2",
+        "mesh": "with etp='tp'", "tied": "1.experts.down is a parameter of these experts too",
+        "together": "1.experts.gate_up is a parameter of these experts too", "before": "applied before",
         "transport": "no shared memory",
-    }
+    }  # fmt: skip
     for said in run_ranks(refused_whole_on_rank, 2):
         shared = {"tied, style", "together, style"}  # a style sees one layer
         assert set(said) == {f"{name}, {way}" for name in words for way in ("plan", "style")} - shared

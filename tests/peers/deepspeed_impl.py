@@ -40,13 +40,11 @@ class Layers(subject.Layers):
             "zero_optimization": {"stage": impl.stage},
             "zero_allow_untested_optimizer": True,
             "expert_parallel": {
-                "enabled": True,
-                "autoep_size": place.topology.ep,
-                "route_norm": False,
+                "enabled": True, "autoep_size": place.topology.ep, "route_norm": False,
                 "use_grouped_mm": impl.grouped_mm,
             },
             "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
-        }
+        }  # fmt: skip
         stack = nn.Module()
         stack.model = nn.Module()
         stack.model.layers = nn.ModuleList()

@@ -58,11 +58,9 @@ def write_page(results: Mapping[str, Result], seen: Mapping[str, Mapping[str, Se
 
 
 def _page(
-    results: Mapping[str, Result],
-    by_failure: Mapping[str, list[tuple[Peer, Judged]]],
-    unknown: list[tuple[Peer, Judged]],
-    seen: Mapping[str, Mapping[str, Sequence[str]]],
-) -> Iterator[str]:
+    results: Mapping[str, Result], by_failure: Mapping[str, list[tuple[Peer, Judged]]],
+    unknown: list[tuple[Peer, Judged]], seen: Mapping[str, Mapping[str, Sequence[str]]],
+) -> Iterator[str]:  # fmt: skip
     yield HEAD
     yield ", ".join(f"{name} {value}" for name, value in machine().items()) + "; Gloo, one thread a rank.\n"
     yield "| peer | version | asked | right | largest error | wrong | refused | crashed | hung |"

@@ -41,16 +41,14 @@ def _config(sizes: Sizes, dispatcher: Any) -> Any:
         num_experts=experts,
         load_balance_coeff=None,
         router=TokenChoiceTopKRouter.Config(
-            num_experts=experts,
-            gate=Linear.Config(in_features=sizes.dim, out_features=experts),
-            top_k=top_k,
+            num_experts=experts, gate=Linear.Config(in_features=sizes.dim, out_features=experts), top_k=top_k,
             score_func="softmax",
         ),
         routed_experts=RoutedExperts.Config(
             inner_experts=GroupedExperts.Config(dim=sizes.dim, hidden_dim=sizes.hidden, num_experts=experts),
             token_dispatcher=dispatcher.Config(num_experts=experts, top_k=top_k),
         ),
-    )
+    )  # fmt: skip
 
 
 class Layers(subject.Layers):

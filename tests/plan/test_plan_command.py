@@ -41,14 +41,12 @@ def test_nothing_fits_is_an_exit_code_and_a_reason(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--gb", "0"], "must be more than 0"),
-        (["--gb", "1"], "no more than what --device cuda takes"),
+        (["--gb", "0"], "must be more than 0"), (["--gb", "1"], "no more than what --device cuda takes"),
         (["--optim", "none"], "--optim none: there is no such optimizer"),
         (["--ep", "3"], "no layout divides them with 16 experts"),
-        (["--skew", "steep"], "--skew steep: neither even, worst"),
-        (["--quantize", "nf4"], "goes with --lora"),
+        (["--skew", "steep"], "--skew steep: neither even, worst"), (["--quantize", "nf4"], "goes with --lora"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_planned_is_refused(
     more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

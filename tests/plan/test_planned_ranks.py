@@ -25,17 +25,13 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 SAMPLE = ("ep 2, replicas", "ep 2, adapters over codes")
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "ep 2": ("qwen3", 2, {"ep": 2}),
-    "ep 2, recompute": ("qwen3", 2, {"ep": 2, "gradient_checkpointing": True}),
-    "ep 2 x tp 2": ("qwen3", 2, {"ep": 2, "tp": 2}),
-    "ep 2, twice": ("qwen3", 2, {"ep": 2, "grad_accum": 2}),
-    "ep 2 x fsdp 4, mixed": ("qwen3", 4, {"ep": 2, "fsdp": 4, "dtype": "bfloat16"}),
-    "ep 4": ("deepseek", 4, {"ep": 4}),
+    "ep 2": ("qwen3", 2, {"ep": 2}), "ep 2, recompute": ("qwen3", 2, {"ep": 2, "gradient_checkpointing": True}),
+    "ep 2 x tp 2": ("qwen3", 2, {"ep": 2, "tp": 2}), "ep 2, twice": ("qwen3", 2, {"ep": 2, "grad_accum": 2}),
+    "ep 2 x fsdp 4, mixed": ("qwen3", 4, {"ep": 2, "fsdp": 4, "dtype": "bfloat16"}), "ep 4": ("deepseek", 4, {"ep": 4}),
     "ep 2, replicas": ("qwen3", 2, {"ep": 2, "replicate_experts": "0.0", "copy_cost": 1}),
-    "ep 2, muon": ("qwen3", 2, {"ep": 2, "optim": "muon"}),
-    "ep 2, adapters": ("qwen3", 2, {"ep": 2, "lora": 8}),
+    "ep 2, muon": ("qwen3", 2, {"ep": 2, "optim": "muon"}), "ep 2, adapters": ("qwen3", 2, {"ep": 2, "lora": 8}),
     "ep 2, adapters over codes": ("qwen3", 2, {"ep": 2, "lora": 8, "quantize": "nf4"}),
-}
+}  # fmt: skip
 
 
 def source_of(family: str) -> Any:

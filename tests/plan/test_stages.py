@@ -25,15 +25,10 @@ from trimtab.train.presets import PRESETS
 RECOMPUTED = {"dtype": "bfloat16", "gradient_checkpointing": True, "grad_accum": 2, "optim": "adamw_torch_fused"}
 SAMPLE: list[tuple[str, int, dict[str, Any]]] = [("deepseek_v3", 8, {})]
 CASES = [
-    *SAMPLE,
-    ("qwen3_moe", 2, {}),
-    ("qwen3_moe", 6, {"gradient_checkpointing": True}),
-    ("qwen3_moe", 12, {}),
-    ("mixtral", 7, RECOMPUTED),
-    ("olmoe", 6, {"optim": "adamw_torch_fused"}),
-    ("gpt_oss", 10, {}),
+    *SAMPLE, ("qwen3_moe", 2, {}), ("qwen3_moe", 6, {"gradient_checkpointing": True}), ("qwen3_moe", 12, {}),
+    ("mixtral", 7, RECOMPUTED), ("olmoe", 6, {"optim": "adamw_torch_fused"}), ("gpt_oss", 10, {}),
     *((family, 8, {}) for family in HELD_OUT),
-]
+]  # fmt: skip
 """Family, layers, options. gpt_oss has two kinds in turn, deepseek_v3 two dense layers first."""
 
 

@@ -28,24 +28,13 @@ def configs(draw: st.DrawFn) -> RouterConfig:
     num_experts = groups * draw(st.integers(2, 4))
     capacity = draw(st.sampled_from([None, 0.5, 1.0, 2.0]))
     return RouterConfig(
-        num_experts=num_experts,
-        top_k=draw(st.integers(1, top_groups * num_experts // groups)),
-        score=draw(st.sampled_from(list(SCORES))),
-        normalize=draw(st.booleans()),
-        scale=draw(st.sampled_from([1.0, 2.5])),
-        groups=groups,
-        top_groups=top_groups,
-        group_score=draw(st.sampled_from(GROUP_SCORES)),
-        bias=select == "topk" and draw(st.booleans()),
-        select=select,
-        aux_loss=0.1,
-        sequence_aux_loss=0.1,
-        global_aux_loss=0.1,
-        z_loss=0.1,
-        capacity_factor=capacity,
-        drop=draw(st.sampled_from(["probability", "position"])),
-        jitter=draw(st.sampled_from([0.0, 0.1])),
-    )
+        num_experts=num_experts, top_k=draw(st.integers(1, top_groups * num_experts // groups)),
+        score=draw(st.sampled_from(list(SCORES))), normalize=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 2.5])), groups=groups, top_groups=top_groups,
+        group_score=draw(st.sampled_from(GROUP_SCORES)), bias=select == "topk" and draw(st.booleans()), select=select,
+        aux_loss=0.1, sequence_aux_loss=0.1, global_aux_loss=0.1, z_loss=0.1, capacity_factor=capacity,
+        drop=draw(st.sampled_from(["probability", "position"])), jitter=draw(st.sampled_from([0.0, 0.1])),
+    )  # fmt: skip
 
 
 class NoHostSync(TorchDispatchMode):

@@ -158,9 +158,7 @@ def test_what_trains_is_said_first(alone: Path, pair: Path) -> None:
     for out in (alone, pair):
         assert (SHARDED in log(out)) == (out == pair), "whose bytes they are, where others have some"
         rows = {line[:16].strip(): line[16:].split() for line in log(out).splitlines() if "B)" in line}
-        assert list(rows) == [
-            "router", "routed experts", "shared experts", "attention", "embeddings", "other", "all",
-        ]  # fmt: skip
+        assert list(rows) == ["router", "routed experts", "shared experts", "attention", "embeddings", "other", "all"]
         assert all(rows[kind][0] != "-" for kind in ("router", "routed experts", "shared experts", "attention"))
         assert rows["routed experts"][3] == "-"
         assert rows["routed experts"][4] == f"{2 * 3 * 16 * 128 * 96:,}", "codes of two layers, on all ranks"

@@ -152,14 +152,11 @@ def test_signals_that_are_set_aside_stay_so_and_handlers_come_back() -> None:
 @pytest.mark.parametrize(
     ("more", "written", "left"),
     [
-        ([], [1, 2, 3], []),
-        (["--keep", 2], [1, 2, 3], [2, 3]),
-        (["--save-every", 3], [3], [3]),
-        (["--save-every", 0], [], []),
-        (["--stop-after", 3], [1, 2, 3], [3]),
+        ([], [1, 2, 3], []), (["--keep", 2], [1, 2, 3], [2, 3]), (["--save-every", 3], [3], [3]),
+        (["--save-every", 0], [], []), (["--stop-after", 3], [1, 2, 3], [3]),
     ],
     ids=lambda value: "-".join(map(str, value)) or "none",
-)
+)  # fmt: skip
 def test_by_the_clock_one_at_a_time_is_kept_until_the_model_is_written(
     run: Run, whole: Path, more: list[object], written: list[int], left: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,21 +123,16 @@ def half(whole: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        ({"seq_len": 32}, ["--seq-len 32", "64"]),
-        ({"batch_size": 2}, ["--batch-size 2", "has 1"]),
+        ({"seq_len": 32}, ["--seq-len 32", "64"]), ({"batch_size": 2}, ["--batch-size 2", "has 1"]),
         ({"grad_accum": 1}, ["--grad-accum 1", "has 2"]),
-        ({"max_steps": 8}, ["--max-steps 8", "has 4", "--stop-after"]),
-        ({"lr": 0.1}, ["--lr 0.1", "0.01"]),
-        ({"warmup": 3}, ["--warmup 3", "has 0"]),
-        ({"seed": 1}, ["--seed 1", "has 0"]),
-        ({"dtype": "bfloat16"}, ["--dtype bfloat16", "float32"]),
-        ({"model": "olmoe"}, ["--model olmoe", "dropout"]),
+        ({"max_steps": 8}, ["--max-steps 8", "has 4", "--stop-after"]), ({"lr": 0.1}, ["--lr 0.1", "0.01"]),
+        ({"warmup": 3}, ["--warmup 3", "has 0"]), ({"seed": 1}, ["--seed 1", "has 0"]),
+        ({"dtype": "bfloat16"}, ["--dtype bfloat16", "float32"]), ({"model": "olmoe"}, ["--model olmoe", "dropout"]),
         ({"data": (__file__,)}, ["--data", "1 file(s)", "7 of", "--accept-new-data"]),
-        ({"nproc": 1}, ["2 rank(s)", "1 would now", "--nproc"]),
-        ({"stop_after": 2}, ["step 2 is taken"]),
+        ({"nproc": 1}, ["2 rank(s)", "1 would now", "--nproc"]), ({"stop_after": 2}, ["step 2 is taken"]),
     ],
     ids=lambda value: "-".join(value),
-)
+)  # fmt: skip
 def test_what_must_not_change_is_refused(half: Path, given: dict[str, Any], parts: list[str]) -> None:
     world = given.get("nproc", 2)
     with pytest.raises(ConfigError) as error:

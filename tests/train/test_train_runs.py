@@ -309,15 +309,9 @@ def test_a_dry_run_says_what_would_be_trained_and_leaves_nothing(
 ) -> None:
     options = ["--model", checkpoint, "--data", text, "--seq-len", 16, "--epochs", 2, "--nproc", 2, "--grad-accum", 2]
     dry = [
-        *map(str, options),
-        "--batch-size",
-        "4",
-        "--out",
-        str(tmp_path / "run"),
-        "--dry-run",
-        "--replicate-experts",
+        *map(str, options), "--batch-size", "4", "--out", str(tmp_path / "run"), "--dry-run", "--replicate-experts",
         "auto",
-    ]
+    ]  # fmt: skip
     assert main(["train", *dry]) == 0
     said = capsys.readouterr().out
     for words in (

@@ -314,9 +314,7 @@ def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
     (hub / ".gitattributes").write_text("x")
     (group,) = find_groups([str(hub)])
     assert [path.name for path in group.files] == ["train.jsonl", "notes.txt"]
-    assert group.unread == [
-        f"split test (1 file(s)), given by {hub}:test", "2 file(s) beside the data, as LICENSE",
-    ]  # fmt: skip
+    assert group.unread == [f"split test (1 file(s)), given by {hub}:test", "2 file(s) beside the data, as LICENSE"]
     assert names(f"{hub}:test") == [["test.jsonl", "notes.txt"]]
     with pytest.raises(InputError, match="no split dev there, but train, test"):
         names(f"{hub}:dev")

@@ -255,13 +255,9 @@ def test_a_file_system_that_does_not_say_its_room_is_written_to(
 
 @pytest.mark.parametrize("way", ["copied", "weights", "adapter"])
 def test_what_was_not_named_in_the_end_is_named_with_the_way_to_use_it(
-    copy: Path,
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    copy: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     way: str,
-) -> None:
+) -> None:  # fmt: skip
     out, more = tmp_path / "run", {"lora": 2, "lora_targets": "experts", "merge": True} if way == "adapter" else {}
     config = config_of(copy, out, data=(str(text),), **more)
     plan = plan_run(config, 1)

@@ -14,14 +14,9 @@ from helpers.recipe_cases import RECIPES
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipes.md"
 DOCUMENTED = {
-    "`fp8_delayed`": "fp8_delayed",
-    "`fp8_current`": "fp8_current",
-    "`fp8_rowwise`": "fp8_rowwise",
-    "`fp8_blockwise`": "fp8_blockwise",
-    "`mxfp8`": "mxfp8",
-    "`mxfp8 (ceil)`": "mxfp8_ceil",
-    "`nvfp4`": "nvfp4",
-}
+    "`fp8_delayed`": "fp8_delayed", "`fp8_current`": "fp8_current", "`fp8_rowwise`": "fp8_rowwise",
+    "`fp8_blockwise`": "fp8_blockwise", "`mxfp8`": "mxfp8", "`mxfp8 (ceil)`": "mxfp8_ceil", "`nvfp4`": "nvfp4",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("row", DOCUMENTED)

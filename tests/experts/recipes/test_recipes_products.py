@@ -19,10 +19,8 @@ def products(name: str) -> dict[str, float]:
     cuts = offsets(recipe, *R_UNITS)
     rows, width_in, width_out = int(cuts[-1]), 256, 192
     x, dy, w = (
-        normal(rows, width_in),
-        normal(rows, width_out, seed=1),
-        normal(len(R_UNITS), width_in, width_out, seed=2),
-    )
+        normal(rows, width_in), normal(rows, width_out, seed=1), normal(len(R_UNITS), width_in, width_out, seed=2),
+    )  # fmt: skip
     state = recipe.state()
     x_row, w_in = state.activation(x, cuts, along="row"), state.weight(w, along="in")
     dy_row, w_out = state.gradient(dy, cuts, along="row"), state.weight(w, along="out")

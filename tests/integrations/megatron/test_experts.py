@@ -361,9 +361,7 @@ def test_biases_do_not_decay() -> None:
 def test_state_dicts_of_every_form_load_and_extra_states_do_not_matter() -> None:
     stacked = experts_of(add_bias_linear=True)
     state = {name: value.clone() for name, value in stacked.state_dict().items()}
-    sequential = {
-        f"local_experts.{i}.{name}": value[i] for name, value in state.items() for i in range(EXPERTS)
-    }  # fmt: skip
+    sequential = {f"local_experts.{i}.{name}": value[i] for name, value in state.items() for i in range(EXPERTS)}
     each = experts_of("each", add_bias_linear=True)
     for given in (state, sequential, {**sequential, "local_experts.0.linear_fc1._extra_state": None}):
         for into in (each, stacked):

@@ -99,10 +99,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dense layers": {"moe_layer_freq": [0, 1]},
     "multi-token prediction": {"mtp_num_layers": 1},
     "expert bias": {
-        "moe_router_enable_expert_bias": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_load_balancing_type": "none",
-        "moe_router_bias_update_rate": 0.05,
+        "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": "none", "moe_router_bias_update_rate": 0.05,
     },
     "groups": {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_score_function": "sigmoid"},
     "loss of sequences, z-loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_z_loss_coeff": 1e-2},
@@ -113,7 +111,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "squared ReLU": {"gated_linear_unit": False, "activation_func": megatron.core.activations.squared_relu},
     "biases": {"add_bias_linear": True, "moe_shared_expert_intermediate_size": None},
     "per-token loss": {"calculate_per_token_loss": True},
-}
+}  # fmt: skip
 
 
 @FULL

@@ -57,13 +57,9 @@ EDGES = {
 }  # fmt: skip
 SOME = ("uneven", "no tokens on the last")
 FOUR = {
-    "tp1 ep4": {"ep": 4},
-    "tp1 ep2 edp2": {"ep": 2},
-    "tp1 ep2 etp2": {"ep": 2, "etp": 2},
-    "tp2 ep2 etp2": {"tp": 2, "ep": 2, "etp": 2},
-    "tp2 ep4 etp1": {"tp": 2, "ep": 4},
-    "tp1 ep1 etp4": {"etp": 4},
-}
+    "tp1 ep4": {"ep": 4}, "tp1 ep2 edp2": {"ep": 2}, "tp1 ep2 etp2": {"ep": 2, "etp": 2},
+    "tp2 ep2 etp2": {"tp": 2, "ep": 2, "etp": 2}, "tp2 ep4 etp1": {"tp": 2, "ep": 4}, "tp1 ep1 etp4": {"etp": 4},
+}  # fmt: skip
 
 
 def full(*values: Any) -> Any:

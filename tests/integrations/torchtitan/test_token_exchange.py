@@ -48,16 +48,13 @@ def every_fall(dtype: torch.dtype, pad_multiple: int, combine: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "dtype", "pad_multiple", "combine"),
     [
-        (1, torch.float64, 1, "sum"),
-        (1, torch.float32, 16, "ordered"),
-        (2, torch.float64, 8, "ordered"),
-        (2, torch.float32, 1, "sum"),
-        (2, torch.bfloat16, 16, "sum"),
+        (1, torch.float64, 1, "sum"), (1, torch.float32, 16, "ordered"), (2, torch.float64, 8, "ordered"),
+        (2, torch.float32, 1, "sum"), (2, torch.bfloat16, 16, "sum"),
         pytest.param(4, torch.float64, 1, "sum", marks=pytest.mark.xdist_group("ranks4")),
         pytest.param(4, torch.float32, 32, "ordered", marks=pytest.mark.xdist_group("ranks4")),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_equals_the_oracle(ranks: int, dtype: torch.dtype, pad_multiple: int, combine: str) -> None:
     run_ranks(every_fall, ranks, dtype, pad_multiple, combine)
 

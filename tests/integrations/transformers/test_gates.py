@@ -140,23 +140,14 @@ def of_silu(gate: bool, act_fn: object) -> Any:
 @pytest.mark.parametrize(
     ("act_fn", "gated", "ungated"),
     [
-        (ACT2FN["silu"], SwiGLU, Own),
-        (nn.functional.silu, SwiGLU, Own),
-        (ACT2FN["gelu"], GeGLU, GELU),
-        (nn.functional.gelu, GeGLU, GELU),
-        (nn.GELU(), GeGLU, GELU),
-        (nn.GELU(approximate="tanh"), GeGLU, GELU),
-        (ACT2FN["gelu_pytorch_tanh"], GeGLU, GELU),
-        (ACT2FN["gelu_new"], GeGLU, GELU),
-        (ACT2FN["gelu_fast"], GeGLU, GELU),
-        (ACT2FN["gelu_python"], Own, Own),
-        (ACT2FN["quick_gelu"], Own, Own),
-        (ACT2FN["relu2"], Own, ReluSquared),
-        (ACT2FN["relu"], Own, Own),
-        (SiLU(), Own, Own),
+        (ACT2FN["silu"], SwiGLU, Own), (nn.functional.silu, SwiGLU, Own), (ACT2FN["gelu"], GeGLU, GELU),
+        (nn.functional.gelu, GeGLU, GELU), (nn.GELU(), GeGLU, GELU), (nn.GELU(approximate="tanh"), GeGLU, GELU),
+        (ACT2FN["gelu_pytorch_tanh"], GeGLU, GELU), (ACT2FN["gelu_new"], GeGLU, GELU),
+        (ACT2FN["gelu_fast"], GeGLU, GELU), (ACT2FN["gelu_python"], Own, Own), (ACT2FN["quick_gelu"], Own, Own),
+        (ACT2FN["relu2"], Own, ReluSquared), (ACT2FN["relu"], Own, Own), (SiLU(), Own, Own),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
-)
+)  # fmt: skip
 def test_activations_are_what_their_module_computes(act_fn: Any, gated: type, ungated: type) -> None:
     pre = 4 * torch.randn(9, 12)
     for gate, kind in ((True, gated), (False, ungated)):

@@ -68,12 +68,9 @@ def test_a_name_that_trains_no_routed_expert_is_an_error() -> None:
     with pytest.raises(ConfigError) as error:
         lora_config(model, rank=2, targets=["w1"])
     parts = {
-        "w1": "Qwen2MoeForCausalLM has nothing",
-        "experts": "mlp.experts.gate_up_proj, mlp.experts.down_proj",
-        "router": "mlp.gate",
-        "shared": "mlp.shared_expert.gate_proj",
-        "attention": "self_attn.q_proj",
-    }
+        "w1": "Qwen2MoeForCausalLM has nothing", "experts": "mlp.experts.gate_up_proj, mlp.experts.down_proj",
+        "router": "mlp.gate", "shared": "mlp.shared_expert.gate_proj", "attention": "self_attn.q_proj",
+    }  # fmt: skip
     for target, there in parts.items():
         assert f"{target}: {there}" in str(error.value)
     with pytest.raises(ConfigError, match=r"shared: Qwen3MoeForCausalLM has nothing .* experts: mlp"):

@@ -356,14 +356,11 @@ def test_refused_before_anything_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "ends"),
     [
-        ("fp8", ("3.down_proj.weight_scale_inv",)),
-        ("fp4", tuple(f"{e}.down_proj.weight" for e in range(4))),
-        ("mxfp4", ("down_proj_scales",)),
-        ("mxfp4", ("down_proj_blocks",)),
-        ("nf4", ("down_proj_scales",)),
+        ("fp8", ("3.down_proj.weight_scale_inv",)), ("fp4", tuple(f"{e}.down_proj.weight" for e in range(4))),
+        ("mxfp4", ("down_proj_scales",)), ("mxfp4", ("down_proj_blocks",)), ("nf4", ("down_proj_scales",)),
         ("weights", tuple(f"{e}.down_proj.weight" for e in range(4))),
     ],
-)
+)  # fmt: skip
 def test_tensors_that_a_checkpoint_lacks_of_codes_are_an_error(
     kind: str, ends: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -98,14 +98,12 @@ def test_each_token_trains_as_in_its_sample_alone(layout: str, case: str) -> Non
 
 
 FORMATS: dict[str, Any] = {
-    "vllm": lambda t: t.numpy(),
-    "prime-rl uint8": lambda t: t.to(torch.uint8),
-    "prime-rl uint16": lambda t: t.numpy().astype(np.uint16),
-    "tensorrt-llm": lambda t: t[:, list(MOE)].to(torch.int32),
+    "vllm": lambda t: t.numpy(), "prime-rl uint8": lambda t: t.to(torch.uint8),
+    "prime-rl uint16": lambda t: t.numpy().astype(np.uint16), "tensorrt-llm": lambda t: t[:, list(MOE)].to(torch.int32),
     "sglang": lambda t: base64.b64encode(t.to(torch.int32).numpy().tobytes()).decode(),
     "sglang, MoE layers": lambda t: base64.b64encode(t[:, list(MOE)].to(torch.int32).numpy().tobytes()),
     "lists": lambda t: t.tolist(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)

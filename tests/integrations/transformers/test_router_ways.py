@@ -64,12 +64,10 @@ def of_ones_own(model: Any) -> None:
 
 
 RECOMPUTES: dict[str, Callable[[Any], None]] = {
-    "reentrant": partial(enabled, use_reentrant=True),
-    "not reentrant": partial(enabled, use_reentrant=False),
-    "told twice": partial(enabled, use_reentrant=False, context_fn=replay_in_recompute),
-    "wrapper": wrapper,
+    "reentrant": partial(enabled, use_reentrant=True), "not reentrant": partial(enabled, use_reentrant=False),
+    "told twice": partial(enabled, use_reentrant=False, context_fn=replay_in_recompute), "wrapper": wrapper,
     "own": of_ones_own,
-}
+}  # fmt: skip
 
 
 def several_forwards(model: Any, given: list[tuple[Batch, Decisions]], losses: bool) -> dict[str, Tensor]:
