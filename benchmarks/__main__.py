@@ -346,7 +346,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if getattr(options, "merge", None):
         records = [read_record(file) for file in sorted(options.merge.glob("*.json"))]
-        write(options.out, record_page(records, _about(ABOUT[options.part]), _table(records)))
+        write(options.out, record_page(records, _about(ABOUT[options.part]), _table(records), _before(options.out)))
         return _code(records)
     records = []
     for task in options.tasks(options):
@@ -355,12 +355,16 @@ def run(options: argparse.Namespace) -> int:
         if options.json is not None:
             write_record(records[-1], options.json / f"{task.key}.json")
         if options.out is not None:
-            about = ABOUT.get(options.part)
-            write(
-                options.out, record_page(records, _about(about), _table(records)) if about else campaign_page(records)
-            )
+            about, before = ABOUT.get(options.part), _before(options.out)
+            made = record_page(records, _about(about), _table(records), before) if about else campaign_page(records)
+            write(options.out, made)
             print(f"page: {options.out}")
     return _code(records)
+
+
+def _before(page: Path) -> str:
+    """What the page is now."""
+    return page.read_text(encoding="utf-8") if page.exists() else ""
 
 
 def _about(doc: str | None) -> str:

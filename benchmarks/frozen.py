@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks import frozen_peers as peers
 from benchmarks.contestant import Contestant
+from benchmarks.frozen_ktransformers import ktransformers_bf16
 from benchmarks.layer_builds import alone, qwen_experts
 from benchmarks.layer_case import LayerCase
 from benchmarks.layer_step import Layer
@@ -49,7 +50,8 @@ DRAWN = 8
 JUDGED = 64
 """Rows of a call, at most."""
 BOUNDS = {"bf16": 1e-2, "codes": 4e-2}
-READ_BYTES = 2**28
+READ_BYTES = 2**29
+"""More than twice the largest caches."""
 MANY = 2_048
 """Tokens from which a quarter of the experts race: a training step's, where memory matters less than products."""
 FEW = 64
@@ -72,7 +74,7 @@ RACERS = {
 PEERS: dict[str, Callable[..., Layer]] = {
     "vLLM, cpu_fused_moe": peers.vllm_bf16,
     "zentorch": peers.zentorch_bf16,
-    "KTransformers": peers.ktransformers_bf16,
+    "KTransformers": ktransformers_bf16,
     **{f"vLLM, {name}": peers.vllm_codes(name) for name in ("int4", "int8", "fp8", "mxfp4")},
 }
 

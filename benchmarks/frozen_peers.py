@@ -124,32 +124,3 @@ def zentorch_bf16(case: LayerCase, up_bID: Tensor, down_bDF: Tensor, spread: Spr
     ids_TK = (torch.arange(tokens)[:, None] + torch.arange(case.top_k)) % case.num_experts
     layer(torch.zeros(tokens, case.dim, dtype=up.dtype), ids_TK.int(), torch.ones(tokens, case.top_k))
     return layer
-
-
-def ktransformers_bf16(case: LayerCase, up_bID: Tensor, down_bDF: Tensor, spread: Spread) -> Layer:
-    variant = "amx" if torch.cpu._is_amx_tile_supported() else "avx512_bf16"
-    file = package_file("kt_kernel", f"_kt_kernel_ext_{variant}.*.so")
-    spec = importlib.util.spec_from_file_location("kt_kernel_ext", file)
-    assert spec is not None
-    assert spec.loader is not None
-    kt: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(kt)
-    pool = kt.CPUInfer(torch.get_num_threads())
-    config = kt.moe.MOEConfig(case.num_experts, case.top_k, case.dim, case.hidden, 0)
-    config.max_len, config.pool = max(case.tokens, 512), pool.backend_
-    halves = (*up_bID.chunk(2, 1), down_bDF)
-    drawn = [[half[i].contiguous() for i in spread(torch.arange(len(half))).tolist()] for half in halves]
-    config.gate_projs, config.up_projs, config.down_projs = ([[t.data_ptr() for t in part]] for part in drawn)
-    config.gate_scales = config.up_scales = config.down_scales = [[0] * case.num_experts]
-    experts, places = kt.moe.AMXBF16_MOE(config), torch.arange(case.num_experts)
-    pool.submit(experts.load_weights_task(places.data_ptr()))
-    pool.sync()
-
-    def layer(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
-        y_TD, count = torch.empty_like(x_TD), torch.tensor([len(x_TD)], dtype=torch.int32)
-        given = (ids_TK, w_TK, x_TD, y_TD)
-        pool.submit(experts.forward_task(count.data_ptr(), case.top_k, *(t.data_ptr() for t in given), False))
-        pool.sync()
-        return y_TD
-
-    return layer

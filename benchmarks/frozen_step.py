@@ -13,11 +13,13 @@ import torch
 from benchmarks import step
 from benchmarks.adapters import RANK, TARGETS
 from benchmarks.contestant import Contestant
+from benchmarks.frozen_ktransformers import put_adapted
 from benchmarks.quantized import UNIT
 from benchmarks.step import first_is_right
 from benchmarks.subject import Subject, Where
 from benchmarks.task import Task
 
+KTRANSFORMERS = "peft over KTransformers"
 BOUND = 5e-2
 """peft rounds W + B A to bfloat16."""
 
@@ -34,6 +36,7 @@ def adapters_step_task(*, batch: int = 4, length: int = 512, threads: int, tiny:
         case={"dtype": "a step of adapters", "tokens": batch * length, "threads": threads},
         contestants=[
             made("peft over grouped_mm", "peer", "grouped_mm"),
+            made(KTRANSFORMERS, "peer", "grouped_mm", KTRANSFORMERS),
             made("trimtab, plain", "ours", "trimtab"),
             made("trimtab, packed", "ours", "trimtab", "packed"),
             made("trimtab, nf4", "ours", "trimtab", "nf4"),
@@ -55,7 +58,7 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         for name, weight in model.named_parameters():
             if name.endswith(tuple(TARGETS)):
                 weight.copy_(torch.randint(-1, 2, weight.shape, generator=generator, dtype=torch.int8) * UNIT)
-    if args["form"]:
+    if args["form"] not in ("", KTRANSFORMERS):
         model = quantize_experts(model, args["form"])
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=[], target_parameters=TARGETS)
     adapted: Any = get_peft_model(model, config)
@@ -63,4 +66,6 @@ def build(args: dict[str, Any], where: Where) -> Subject:
         for name, factor in adapted.named_parameters():
             if "lora_B" in name:  # zeros would give A no gradients
                 factor.copy_(torch.randn(factor.shape, generator=generator) * 0.01)
+    if args["form"] == KTRANSFORMERS:
+        put_adapted(adapted, tokens=args["batch"] * args["length"], rank=RANK, alpha=2 * RANK)
     return step.stepped(adapted, args)

@@ -1,10 +1,11 @@
-"""What the numbers depend on: machine, versions, load."""
+"""What the numbers depend on: machine, versions, who else is at work."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import resource
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,19 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "versions": versions,
         "revision": revision(),
-        "load_average": list(os.getloadavg()),
     }
+
+
+def others_seconds() -> float | None:
+    """Of all cores, that neither this process nor its children that ended worked, but others or other machines on the
+    same cores: what it grows by. None where the system does not tell."""
+    try:
+        ticks = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except OSError:
+        return None
+    idle = ticks[3] + ticks[4]  # and waiting for a disk
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK") - sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def native_bf16() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from benchmarks.machine import describe, machine_words
@@ -31,6 +32,15 @@ MEMORY = """\
 Peak bytes beyond parameters and inputs. *resident*: growth of the process's memory, with what kernels and libraries
 keep; *tensors*: what PyTorch's storages add up to. Gradients of parameters and inputs, the same bytes for everyone, are
 among them."""
+
+PEAK = """\
+*peak memory* is the most that a contestant's process held in all turns, parameters, gradients and optimizer state
+included."""
+
+ON = "## On "
+"""How the heading of a processor's section begins."""
+CALM = 0.05
+"""The share of the cores' time that others may have in a race."""
 
 Table = Callable[[Record], tuple[list[str], list[list[str]]]]
 
@@ -69,18 +79,28 @@ def campaign_page(records: Sequence[Record]) -> str:
     return "\n\n".join([*parts, "## Commands", _commands(records)]) + "\n"
 
 
-def record_page(records: Sequence[Record], about: str, table: Table = contestants_table) -> str:
-    """Markdown: each record with all its contestants. about: what the case is. table: header and rows of a record."""
-    parts = [f"# {TITLES[records[0].part]}", about, METHOD, *_where(records)]
+def record_page(records: Sequence[Record], about: str, table: Table = contestants_table, before: str = "") -> str:
+    """Markdown: a section per processor, each record with all its contestants.
+
+    about: what the case is. table: header and rows of a record. before: the page as it was, whose sections of other
+    processors stay as they are.
+    """
+    found = re.split(rf"^{ON}(.+)\n", before, flags=re.MULTILINE)[1:]
+    sections = dict(zip(found[::2], found[1::2], strict=True))
+    for processor in dict.fromkeys(record.machine["processor"] for record in records):
+        sections[processor] = _on([record for record in records if record.machine["processor"] == processor], table)
+    own = [PEAK] if table is contestants_table else []
+    parts = [f"# {TITLES[records[0].part]}", about, METHOD, *own]
+    return "\n\n".join([*parts, *(f"{ON}{name}\n\n{text.strip()}" for name, text in sections.items())]) + "\n"
+
+
+def _on(records: Sequence[Record], table: Table) -> str:
+    """What was measured on one processor."""
+    parts = _where(records)
     for record in records:
-        parts += [f"## {case_words(record)}", as_markdown(*table(record))]
+        parts += [f"### {case_words(record)}", as_markdown(*table(record))]
         parts += [MEMORY, as_markdown(*memory_table(record))] if record.memory else []
-    if table is contestants_table:
-        parts.append(
-            "*peak memory* is the most that a contestant's process held in all turns, parameters, gradients and "
-            "optimizer state included."
-        )
-    return "\n\n".join([*parts, _commands(records)]) + "\n"
+    return "\n\n".join([*parts, _commands(records)])
 
 
 def report_page(part: str, about: str, found: str) -> str:
@@ -96,9 +116,12 @@ def _where(records: Sequence[Record]) -> list[str]:
         f"`{each}`" for each in dict.fromkeys(record.machine["revision"] for record in records) if each
     )
     lines += [f"Revision: {revisions}."] if revisions else []
-    loaded = [r for r in records if r.machine["load_average"][0] > r.machine["cores"] + 0.5]
-    if loaded:
-        lines.append(f"**{len(loaded)} of {len(records)} cases began while others were using the cores.**")
+    shares = [share for record in records if (share := record.settings.get("others", 0.0)) > CALM]
+    if shares:
+        lines.append(
+            f"**In {len(shares)} of {len(records)} cases other programs took more than {CALM:.0%} of the cores' time, "
+            f"up to {max(shares):.0%}.**"
+        )
     return lines
 
 

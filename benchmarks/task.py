@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contestant import Contestant
-from benchmarks.machine import describe
+from benchmarks.machine import describe, others_seconds
 from benchmarks.race import Judge, Pace, Say, race, weigh
 from benchmarks.result import Race, Record
 from benchmarks.subject import BOTH
@@ -46,7 +47,7 @@ class Task:
 
 def run_task(task: Task, mallocs: Sequence[str], pace: Pace, *, command: str, say: Say = lambda _: None) -> Record:
     """Race the task's contestants under each setting of malloc, and weigh them."""
-    machine, began = describe(), time.monotonic()
+    machine, began, others = describe(), time.monotonic(), others_seconds()
     judge = None if task.make_judge is None else task.make_judge()
     races = []
     for malloc in mallocs:
@@ -54,6 +55,8 @@ def run_task(task: Task, mallocs: Sequence[str], pace: Pace, *, command: str, sa
         races.append(Race(malloc=malloc, entries=entries, fewest_bytes=task.fewest_bytes))
     memory = weigh(task.weighed, BOTH, patience=pace.patience, say=say)
     settings = {"turns": pace.turns, "seconds": pace.seconds, "modes": list(task.modes)}
+    if others is not None and (after := others_seconds()) is not None:
+        settings["others"] = (after - others) / (time.monotonic() - began) / (os.cpu_count() or 1)
     return Record(
         part=task.part,
         case=task.case,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.contestant import Contestant
-from benchmarks.frozen import BOUNDS, RACERS, Drawn, build, frozen_table, layer_judge, mode_of
+from benchmarks.frozen import BOUNDS, RACERS, Drawn, build, frozen_table, frozen_task, layer_judge, mode_of
 from benchmarks.layer_case import LayerCase
+from benchmarks.race import Pace, race
 from benchmarks.result import ABSENT
 from benchmarks.subject import Where
 from benchmarks.task import read_record
@@ -41,6 +43,16 @@ def test_what_races_is_right_and_another_layer_is_not(kind: str) -> None:
         assert (len(x_TD), ids_TK.shape) == (tokens, w_TK.shape)
         for wrong in (right[mode] * (1 + 4 * BOUNDS[kind]), right[mode].flip(1), right[mode] * float("nan")):
             assert f"{mode} is off by" in (judge(contestant, [right | {mode: wrong}]) or ""), tokens
+
+
+def test_wrong_numbers_do_not_race() -> None:
+    task = frozen_task((128, 128, 16, 2), tokens=[1, 3], kind="codes", threads=1)
+    right, wrong = (next(c for c in task.contestants if c.name == f"trimtab, {name}") for name in ("fp8", "nf4"))
+    wrong, judge = replace(wrong, build="helpers.fakes:a_tenth_more"), layer_judge(BOUNDS["codes"])
+    entries = race([right, wrong], task.modes, malloc="default", pace=Pace(turns=1, seconds=1), judge=judge)
+    assert entries[0].failed is None
+    assert (entries[1].failed or "").startswith("wrong numbers, not raced: 1 token is off by 1.0e-01")
+    assert (set(entries[0].seconds), entries[1].seconds) == ({"1 token", "3 tokens"}, {})
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")

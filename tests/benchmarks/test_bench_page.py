@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import campaign
 from benchmarks.campaign import Campaign
-from benchmarks.page import campaign_page
+from benchmarks.page import campaign_page, record_page
 from benchmarks.result import Entry, Race, Record, middle_half
 from benchmarks.table import contestants_table
 from benchmarks.task import read_record, write, write_record
@@ -80,7 +81,8 @@ def test_a_peer_or_a_limit_that_failed_makes_no_ratio_better() -> None:
 
 
 def test_the_page_has_every_number() -> None:
-    busy = dataclasses.replace(record(tokens=8192), machine=MACHINE | {"load_average": [9.0, 9.0, 9.0]})
+    busy = record(tokens=8192)
+    busy.settings["others"] = 0.25
     text = campaign_page([record(), busy])
     assert row_of(text, "| A, bf16, 2048 tokens, 1 thread | forward+")[2:] == [
         "auto", "500 ms", "550 ms", "grouped_mm", "1500 ms", "1200 ms", "3.00", "2.18", "**2.18**",
@@ -88,10 +90,30 @@ def test_the_page_has_every_number() -> None:
     ]  # fmt: skip
     assert "2 cores of a processor (AVX512, without bf16 instructions)" in text
     assert "Revision: `0123456789ab`." in text
-    assert "**1 of 2 cases began while others were using the cores.**" in text
+    assert "**In 1 of 2 cases other programs took more than 5% of the cores' time, up to 25%.**" in text
     assert "| batched_mm | cannot be imported here: No module | 2: A, bf16" in text
     assert "| A, bf16, 2048 tokens, 1 thread | trimtab auto | 0.0 MB |" in text
     assert "```sh\npython -m benchmarks layer\n```" in text
+
+
+def test_a_page_keeps_the_sections_of_other_processors() -> None:
+    one, another = (
+        dataclasses.replace(record(), part="frozen", machine=MACHINE | {"processor": name})
+        for name in ("one", "another")
+    )
+    both = record_page([another], "About.", before=record_page([one], "About."))
+    assert re.findall("^#+ .*", both, re.MULTILINE) == [
+        "# Experts that nobody trains", "## On one", "### A, bf16, 2048 tokens, 1 thread", "## On another",
+        "### A, bf16, 2048 tokens, 1 thread",
+    ]  # fmt: skip
+    faster = dataclasses.replace(one, races=record(ours=0.25).races)
+    again = record_page([faster], "Other.", before=both)
+    kept, new = both.partition("## On another"), again.partition("## On another")
+    assert kept[2] == new[2]
+    assert ["auto | 500 ms" in kept[0], "auto | 500 ms" in new[0], "auto | 250 ms" in new[0]] == [True, False, True]
+    assert record_page([faster], "Other.", before=again) == again
+    old = "# A page\n\n## Of no processors\n\nauto | 500 ms\n"
+    assert "auto | 500 ms" not in record_page([faster], "Other.", before=old)
 
 
 def test_pages_and_tables_say_who_failed() -> None:
