@@ -19,6 +19,7 @@ from trimtab import ExpertMLP
 from trimtab.experts.activations import activate
 from trimtab.experts.plan import _by_sorts, plan_experts
 from trimtab.experts.recipes import FP8Rowwise
+from trimtab.kernels.api import Block
 from trimtab.kernels.choose import KernelChoice
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.selftest import self_test
@@ -84,12 +85,16 @@ def gradients_are_written(dtype: torch.dtype) -> None:
     """What was made for experts without rows is NaN; a buffer that is not added to, too."""
     made, offsets = poisoned(4, 1100 * 2, 0, dtype, 2).view(4, 1100, 2), torch.tensor([0, 3, 3, 5, 5])
     made[1] = made[3] = NAN
+    block = Block(slice(0, 4), slice(0, 5), offsets)
     wanted = made.double().nan_to_num(0)
     for into in (dtype, torch.float32):
         for add in (False, True):
-            out = torch.full((4, 1100, 2), 3.0 if add else NAN, dtype=into)
-            glue.write_gradient(made, offsets, out, add)
+            whole = torch.full((4, 1300, 2), 3.0 if add else NAN, dtype=into)
+            out, kept = whole[:, 128:1228], whole.clone()
+            GluedBackend().write(made, block, out, add)
             assert_close(out, wanted + 3 * add, BOUNDS[dtype], f"{into} {add}")
+            kept[:, 128:1228] = out
+            assert torch.equal(kept.nan_to_num(7), whole.nan_to_num(7)), "and nothing beside it"
 
 
 def plans() -> None:

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from helpers.comparing import assert_close
 from trimtab.experts.plan import plan_experts
+from trimtab.kernels import torch_mm
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import get_backend
 from trimtab.kernels.rows import REST, Csr, combine_rows, cut_rest, gather_rows
+from trimtab.plan.ledger import Ledger
 
 CPU = torch.device("cpu")
 A, B, E = 16, 24, 5
@@ -74,6 +76,30 @@ def test_grouped_kernels(name: str, dtype: torch.dtype, bound: float, together: 
     ours, truth = over_blocks(get_backend(name, CPU), counts, dtype, together)
     for kernel, value in ours.items():
         assert_close(value, truth[kernel], bound, kernel)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_weight_gradient_is_made_once(
+    turned: bool, dtype: torch.dtype, add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of the width, with the bits that it has at once; rows behind the last segment hold NaN."""
+    kernels, offsets, wide = get_backend("grouped_mm", CPU), torch.tensor([0, 40, 40, 70]), 8 * 64
+    a, b = (torch.randn(75, n).to(dtype) for n in (wide, wide + 64))
+    a[70:] = b[70:] = float("nan")
+    start = torch.full((3, wide, wide + 64), 2.0 if add else float("nan"), dtype=dtype)
+    (block,), found = kernels.blocks(offsets, 75), []
+    for most in (1 << 30, 0):
+        monkeypatch.setattr(torch_mm, "AT_ONCE", most)
+        target = start.mT.contiguous() if turned else start.clone()
+        with Ledger() as ledger:
+            kernels.grouped_wgrad(a, b, block, target.mT if turned else target, add=add)
+        found.append((target, ledger.peak()[0] / start.nbytes))
+    (whole, twice), (parts, once) = found
+    assert torch.equal(whole, parts)
+    assert once <= 0.13 < 1 <= twice
 
 
 @pytest.mark.parametrize("name", ["torch", "grouped_mm"])

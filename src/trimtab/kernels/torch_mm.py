@@ -20,6 +20,9 @@ from trimtab.kernels.compiler import multiplies_bf16
 from trimtab.kernels.rows import Csr, combine_rows, expand_rows, gather_padded, gather_rows
 from trimtab.kernels.tensor_checks import row_major
 
+AT_ONCE = 64 << 20
+"""Bytes of a weight gradient that PyTorch's grouped GEMM, which writes to no memory of the caller's, makes at once."""
+
 
 class TorchBackend:
     """A block is one expert, or several of few rows. For the CPU."""
@@ -80,11 +83,9 @@ class TorchBackend:
         return torch.stack([rows.sum(0) for rows in _cut(rows_RA, block)])
 
     def expand(self, values_eA: Tensor, block: Block) -> Tensor:
-        return (
-            values_eA
-            if len(values_eA) == 1
-            else values_eA.repeat_interleave(torch.tensor(_sizes(block), device=values_eA.device), 0)
-        )
+        if len(values_eA) == 1:
+            return values_eA
+        return values_eA.repeat_interleave(torch.tensor(_sizes(block), device=values_eA.device), 0)
 
 
 def _sizes(block: Block) -> Sequence[int]:
@@ -130,13 +131,18 @@ class GroupedMMBackend:
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
         self._check_widths(out_eAB.shape[1:], a_RA)
-        out_eAB, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
-        dw = torch.nn.functional.grouped_mm(row_major(a_RA).t(), row_major(b_RB), offs=block.ends_e)
-        nothing, zero = block.empty_e11, dw.new_zeros(())  # some GPUs leave these as they were
-        if not add and out_eAB.dtype is dw.dtype:
-            torch.where(nothing, zero, dw, out=out_eAB)  # one pass over the weights
+        (out_eAB, *both), wide = as_it_lies(out_eAB, a_RA, b_RB), a_RA.element_size()
+        a_RA, b_RB = map(row_major, both)
+        part = max(AT_ONCE // max(len(out_eAB) * out_eAB.shape[2] * wide, 1) // 64, 1) * 64
+        for out, a in zip(out_eAB.split(part, 1), a_RA.split(part, 1), strict=True):
+            self.write(torch.nn.functional.grouped_mm(a.t(), b_RB, offs=block.ends_e), block, out, add)
+
+    def write(self, dw: Tensor, block: Block, out: Tensor, add: bool) -> None:
+        """What was made for experts without rows is not read: some GPUs leave it as it was."""
+        if not add and out.dtype is dw.dtype:
+            torch.where(block.empty_e11, dw.new_zeros(()), dw, out=out)  # one pass over the weights
         else:
-            put(out_eAB, dw.masked_fill_(nothing, 0), add)
+            put(out, dw.masked_fill_(block.empty_e11, 0), add)
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         index = torch.arange(rows_RA.shape[0], device=rows_RA.device)
