@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.layer_case import ACTIVATIONS, BOUNDS, SHAPES, D, E, K, build, check
+from helpers.layer_case import BOUNDS, SHAPES, D, E, K, build, check
 from helpers.router_truth import truth_group_top, truth_scores, truth_top
+from trimtab.experts.activations import ACTIVATIONS
 from trimtab.routing.scores import SCORES
 
 
