@@ -44,14 +44,10 @@ def test_any_score(dtype: torch.dtype, score: str, poisoned: None) -> None:
 def test_any_selection_and_dropped_slots(dtype: torch.dtype, poisoned: None) -> None:
     dropping = {"capacity_factor": 0.6}
     for more in (
-        {"select": "sinkhorn", "score": "sigmoid"},
-        {"select": "expert_choice"},
-        {"select": "expert_choice", "capacity_factor": 0.3},
-        {"select": "balanced"},
-        dropping,
-        dropping | {"drop": "position", "score": "sigmoid"},
-        {"capacity_factor": 2.0},
-    ):
+        {"select": "sinkhorn", "score": "sigmoid"}, {"select": "expert_choice"},
+        {"select": "expert_choice", "capacity_factor": 0.3}, {"select": "balanced"}, dropping,
+        dropping | {"drop": "position", "score": "sigmoid"}, {"capacity_factor": 2.0},
+    ):  # fmt: skip
         moe = build(dtype, router=more, shared_hidden=8)
         out = check(moe, dtype, (3, 7))
         if more.get("capacity_factor") == 0.6:

@@ -189,8 +189,7 @@ def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert told["ok"] is True
     assert {finding["part"] for finding in told["findings"]} == {
-        "versions", "machine and environment", "process groups", "kernels, self-tested",
-        "a layer over two processes",
+        "versions", "machine and environment", "process groups", "kernels, self-tested", "a layer over two processes",
     }  # fmt: skip
     said = {f["where"]: f["what"] for f in told["findings"] if f["part"] == "a layer over two processes"}
     assert list(said) == ["2 ranks, gloo", "2 ranks, shared_memory"]

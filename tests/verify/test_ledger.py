@@ -197,18 +197,8 @@ def test_replicated_experts_are_asked_for_on_every_number_of_ranks() -> None:
     every = [*default, *further_topologies()]
     assert {t.ranks for t in every} == set(range(1, 9))
     for axis in (
-        "transport",
-        "combine",
-        "tokens",
-        "data",
-        "codes",
-        "adapter",
-        "rerun",
-        "sink",
-        "frozen",
-        "etp",
-        "packed",
-    ):
+        "transport", "combine", "tokens", "data", "codes", "adapter", "rerun", "sink", "frozen", "etp", "packed",
+    ):  # fmt: skip
         assert {getattr(t, axis) for t in every} >= {getattr(t, axis) for t in default_topologies()} - {"local"}
     assert {t.rerun for t in further_topologies()} == {"none", "recomputed"}
     cases = plan_cases("full", 8)
