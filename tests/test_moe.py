@@ -32,11 +32,9 @@ def test_any_activation_with_shared_experts(dtype: torch.dtype, activation: str,
 @pytest.mark.parametrize("score", SCORES)
 def test_any_score(dtype: torch.dtype, score: str, poisoned: None) -> None:
     for more in (
-        {"normalize": True, "scale": 2.5, "bias": True, "groups": 3, "top_groups": 2},
-        {"top_k": 1},
-        {"top_k": E, "normalize": True},
-        {"aux_loss": 0.3, "sequence_aux_loss": 0.2, "z_loss": 0.1},
-    ):
+        {"normalize": True, "scale": 2.5, "bias": True, "groups": 3, "top_groups": 2}, {"top_k": 1},
+        {"top_k": E, "normalize": True}, {"aux_loss": 0.3, "sequence_aux_loss": 0.2, "z_loss": 0.1},
+    ):  # fmt: skip
         check(build(dtype, router={"score": score} | more), dtype, (3, 7))
 
 
