@@ -45,14 +45,14 @@ LAYERS = (experts, linear, moe)
 
 
 class Operators(TorchDispatchMode):
-    """The names of those that run."""
+    """The names of those that run, in their order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.name().split(".")[0])
+        self.names.append(func.name().split(".")[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -158,5 +158,5 @@ def test_tokens_that_are_all_real_cost_no_operators_of_a_mask() -> None:
             with_mask = layer(x, token_mask=real)
     for name in ("y", "loads_E", "ids_TK"):
         assert torch.equal(getattr(without, name), getattr(with_mask, name)), name
-    assert plain.names.isdisjoint({"aten::bitwise_not", "aten::masked_fill", "aten::isfinite"})
+    assert {"aten::bitwise_not", "aten::masked_fill", "aten::isfinite"}.isdisjoint(plain.names)
     assert "aten::masked_fill" in masked.names

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from io import BytesIO
 from typing import Any
@@ -16,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from helpers import house
+from helpers.commands import run_python
 from helpers.compile_case import inputs
 from helpers.layer_case import D, E, K, build, results
 from trimtab.dispatch.checks import checked_ids, name_bytes
@@ -196,7 +195,7 @@ def test_who_loads_what_was_exported_knows_every_operator() -> None:
     files = [file for file in files if file.parts[0] != "integrations"]
     modules = {".".join(("trimtab", *file.with_suffix("").parts)) for file in files}
     code = "import sys, trimtab.moe, trimtab.experts.linear; print(*sys.modules)"
-    known = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    known = run_python("-c", code, check=True).stdout.split()
     assert len(modules) >= 4
     assert modules <= {*known}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from operator import gt
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 import trimtab
 from helpers import house
+from helpers.commands import run_python
 
 FLOORS = (
     ("cli",), ("plan",), ("train",), ("doctor",), ("verify",), ("optim",), ("integrations",),
@@ -126,15 +125,13 @@ def test_few_places_ask_who_runs_them() -> None:
 @pytest.mark.parametrize("module", ["trimtab", "trimtab.cli.main"])
 def test_importing_trimtab_and_its_command_imports_neither_torch_nor_transformers(module: str) -> None:
     script = f"import sys, {module}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python("-c", script, check=True).stdout.strip() == "[]"
 
 
 def test_the_core_needs_torch_alone() -> None:
     block = "import sys; sys.modules['transformers'] = sys.modules['matplotlib'] = None; import trimtab; "
     script = block + "print([getattr(trimtab, n).__name__ for n in trimtab.__all__])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert "GroupedLinear" in done.stdout
+    assert "GroupedLinear" in run_python("-c", script, check=True).stdout
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="about several workers")

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.layer_case import ACTIVATIONS, BOUNDS, SHAPES, D, E, K, build, check
+from helpers.layer_case import BOUNDS, SHAPES, D, E, K, build, check
 from helpers.router_truth import truth_group_top, truth_scores, truth_top
+from trimtab.experts.activations import ACTIVATIONS
 from trimtab.routing.scores import SCORES
 
 
@@ -31,11 +32,9 @@ def test_any_activation_with_shared_experts(dtype: torch.dtype, activation: str,
 @pytest.mark.parametrize("score", SCORES)
 def test_any_score(dtype: torch.dtype, score: str, poisoned: None) -> None:
     for more in (
-        {"normalize": True, "scale": 2.5, "bias": True, "groups": 3, "top_groups": 2},
-        {"top_k": 1},
-        {"top_k": E, "normalize": True},
-        {"aux_loss": 0.3, "sequence_aux_loss": 0.2, "z_loss": 0.1},
-    ):
+        {"normalize": True, "scale": 2.5, "bias": True, "groups": 3, "top_groups": 2}, {"top_k": 1},
+        {"top_k": E, "normalize": True}, {"aux_loss": 0.3, "sequence_aux_loss": 0.2, "z_loss": 0.1},
+    ):  # fmt: skip
         check(build(dtype, router={"score": score} | more), dtype, (3, 7))
 
 
@@ -43,14 +42,10 @@ def test_any_score(dtype: torch.dtype, score: str, poisoned: None) -> None:
 def test_any_selection_and_dropped_slots(dtype: torch.dtype, poisoned: None) -> None:
     dropping = {"capacity_factor": 0.6}
     for more in (
-        {"select": "sinkhorn", "score": "sigmoid"},
-        {"select": "expert_choice"},
-        {"select": "expert_choice", "capacity_factor": 0.3},
-        {"select": "balanced"},
-        dropping,
-        dropping | {"drop": "position", "score": "sigmoid"},
-        {"capacity_factor": 2.0},
-    ):
+        {"select": "sinkhorn", "score": "sigmoid"}, {"select": "expert_choice"},
+        {"select": "expert_choice", "capacity_factor": 0.3}, {"select": "balanced"}, dropping,
+        dropping | {"drop": "position", "score": "sigmoid"}, {"capacity_factor": 2.0},
+    ):  # fmt: skip
         moe = build(dtype, router=more, shared_hidden=8)
         out = check(moe, dtype, (3, 7))
         if more.get("capacity_factor") == 0.6:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import compileall
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 import types
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 import trimtab
+from helpers.commands import run_python
 from trimtab import extras
 from trimtab.cli.main import main
 from trimtab.errors import ConfigError
@@ -37,7 +37,7 @@ def test_errors_and_modules_are_public_names() -> None:
         "except trimtab.ConfigError as error: assert isinstance(error, (trimtab.TrimtabError)), error\n"
         "from trimtab import BackendError, InputError, checkpoint\n"
     )
-    subprocess.run([sys.executable, "-c", script], timeout=120, check=True)
+    run_python("-c", script, check=True)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,8 @@ def test_a_misspelled_name_is_seen_by_a_type_checker(tmp_path: Path) -> None:
     wrong = ("trimtab.nothing", "trimtab.ConfigErrr", "trimtab.checkpoint.latst", "trimtab.integrations.megatrn")
     right = ("trimtab.ConfigError", "trimtab.checkpoint.latest", "trimtab.integrations.transformers.register")
     (tmp_path / "user.py").write_text("\n".join(["import trimtab", *wrong, *right, ""]))
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache/user"), "user.py"]
-    environment = {"MYPYPATH": str(ROOT / "src"), "PATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    command = ("-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache/user", "user.py")
+    done = run_python(*command, cwd=tmp_path, env={"MYPYPATH": str(ROOT / "src"), "PATH": ""}, timeout=300)
     said = [line for line in done.stdout.splitlines() if line.startswith("user.py")]
     assert [re.split(r":(\d+):", line)[1] for line in said] == ["2", "3", "4", "5"], done.stdout
     assert all("[attr-defined]" in line for line in said)
@@ -85,8 +84,7 @@ def test_names_need_no_sources(how: str, tmp_path: Path) -> None:
         "model = trimtab.MoEConfig(dim=4, hidden=8, router=trimtab.RouterConfig(num_experts=2, top_k=1)).build()\n"
         "print(trimtab.__file__, *model(torch.randn(3, 4))[0].shape, *trimtab.__all__)"
     )
-    command = [sys.executable, "-I", "-OO", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = run_python("-I", "-OO", "-c", script)
     assert done.returncode == 0, done.stderr
     file, *shown = done.stdout.split()
     assert (Path(file).parent, shown) == (Path(found) / "trimtab", ["3", "4", *trimtab.__all__])

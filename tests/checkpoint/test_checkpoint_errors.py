@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -245,12 +246,8 @@ class Asked(BaseException):
 
 def test_a_signal_in_a_save_ends_the_program_as_it_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = save(tmp_path, *trained(), step=1)
-
-    def asked(*_: Any) -> None:
-        raise Asked(15)
-
     with monkeypatch.context() as patched:
-        patched.setattr(DefaultSavePlanner, "lookup_object", asked)
+        patched.setattr(DefaultSavePlanner, "lookup_object", Mock(side_effect=Asked(15)))
         with pytest.raises(Asked):
             save(tmp_path, *trained(), step=2)
     assert whole_checkpoints(tmp_path) == [whole]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from helpers.commands import run_python
 
 FORWARD = """
 import torch, trimtab
@@ -36,10 +36,7 @@ def test_without_a_home_and_a_compiler_that_works(command: str, home: str, tmp_p
     environment |= {"HOME": str(tmp_path / "file") if home == "a file" else home, "TMPDIR": str(tmp_path)}
     if home == "":
         environment["XDG_CACHE_HOME"] = "/proc/nothing"
-    done = subprocess.run(
-        [sys.executable, *COMMANDS[command]],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = run_python(*COMMANDS[command], cwd=tmp_path, env=environment)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert not any(words in said for words in ("Traceback", "Matplotlib", "mkdir -p failed"))
@@ -65,13 +62,10 @@ def test_without_numpy_torch_s_warning_of_it_is_not_repeated(command: str, tmp_p
     (tmp_path / "sitecustomize.py").write_text(script)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *COMMANDS[command]],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    done = run_python(*COMMANDS[command], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "NumPy" not in done.stdout + done.stderr
-    bare = subprocess.run([sys.executable, "-c", "import torch"], env=environment, capture_output=True, text=True)
+    bare = run_python("-c", "import torch", env=environment)
     assert "Failed to initialize NumPy" in bare.stderr
 
 
@@ -90,6 +84,5 @@ def test_without_numpy_torch_s_warning_of_it_is_not_repeated(command: str, tmp_p
     ],
 )
 def test_an_option_that_is_not_known_is_named_before_what_is_missing(given: str, says: str) -> None:
-    command = [sys.executable, "-m", "trimtab", *given.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("-m", "trimtab", *given.split())
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"trimtab: {says}\n")

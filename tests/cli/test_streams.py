@@ -8,15 +8,16 @@ import sys
 
 import pytest
 
+from helpers.commands import run_python
 from trimtab.cli.main import build_parser
+
+CLOSED = "import os, sys; os.close({}); os.execv(sys.executable, sys.argv[1:])"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_an_encoding_without_some_characters(encoding: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "trimtab", "train", "--help"],
-        env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = run_python("-m", "trimtab", "train", "--help", env=environment, text=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\\u2026" in done.stdout
 
@@ -30,9 +31,8 @@ def test_a_reader_that_has_gone() -> None:
             f"def run(_): print('a line', flush={flush}); return 0\n"
             "doctor.run = run; sys.exit(main.main(['doctor']))"
         )
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
-        assert (done.returncode, done.stderr) == (141, b"")
+        done = run_python("-c", script, capture_output=False, stdout=write, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (141, "")
     os.close(write)
 
 
@@ -42,24 +42,18 @@ def test_a_pipe_of_the_command_s_own_is_an_error_like_others() -> None:
         "def run(_): raise BrokenPipeError('a child has died')\n"
         "doctor.run = run; sys.exit(main.main(['doctor']))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr.splitlines()[0]) == (
-        1,
-        "trimtab: BrokenPipeError: a child has died (--debug shows where)",
-    )
+    done = run_python("-c", script)
+    said = "trimtab: BrokenPipeError: a child has died (--debug shows where)"
+    assert (done.returncode, done.stderr.splitlines()[0]) == (1, said)
 
 
 def test_diagnostics_that_nobody_wants_are_no_output() -> None:
-    command = [sys.executable, "-c", "import os, sys; os.close(2); os.execv(sys.executable, sys.argv[1:])"]
-    command += [sys.executable, "-m", "trimtab", "train", "--resume", "nowhere"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (2, b"")
+    done = run_python("-c", CLOSED.format(2), sys.executable, "-m", "trimtab", "train", "--resume", "nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_no_output_at_all() -> None:
-    command = [sys.executable, "-c", "import os, sys; os.close(1); os.execv(sys.executable, sys.argv[1:])"]
-    command += [sys.executable, "-m", "trimtab", "doctor", "--trace", "nowhere"]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = run_python("-c", CLOSED.format(1), sys.executable, "-m", "trimtab", "doctor", "--trace", "nowhere")
     assert done.returncode == 2
     assert "nowhere" in done.stderr
 

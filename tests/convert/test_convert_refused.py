@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from traceback import StackSummary
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -338,10 +339,7 @@ def test_a_disk_that_lies(saved: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_disk_without_room_is_named(
     to: str, writer: str, error: BaseException, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*args: object, **options: object) -> None:
-        raise error
-
-    monkeypatch.setattr(f"trimtab.{writer}", fails)
+    monkeypatch.setattr(f"trimtab.{writer}", Mock(side_effect=error))
     monkeypatch.setattr(errors, "LEAST_FREE", 1 << 62)
     src = shutil.copytree(saved / ("square" if to == "dcp" else "run"), tmp_path / "src")
     for words in ("pos 7 vs 5; ", " MB are free on the disk of "):

@@ -40,9 +40,8 @@ class PointToPoint(OverGroup):
         ops = [
             dist.P2POp(op, part, group=self.group, group_peer=peer)
             for peer in range(self.size)
-            for op, part in ((dist.isend, sent[peer]), (dist.irecv, parts[peer]))
-            if peer != self.rank
-        ]
+            for op, part in ((dist.isend, sent[peer]), (dist.irecv, parts[peer])) if peer != self.rank
+        ]  # fmt: skip
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return received

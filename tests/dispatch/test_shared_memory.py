@@ -14,6 +14,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -348,11 +349,8 @@ def test_without_a_guard_the_group_s_timeout_ends_the_wait_and_the_transport_is_
 
 def store_dies_on_rank() -> list[str]:
     introductions = Introductions(dist.group.WORLD, "test")
-
-    def check(keys: list[str]) -> bool:
-        raise dist.DistNetworkError("connection reset\nwith a trace")
-
-    introductions._store = SimpleNamespace(check=check)
+    broken = Mock(side_effect=dist.DistNetworkError("connection reset\nwith a trace"))
+    introductions._store = SimpleNamespace(check=broken)
     said = []
     for wait in (lambda: introductions.wait(timedelta(seconds=1)), lambda: wait_for(introductions, None, 5.0)):
         with pytest.raises(RuntimeError) as raised:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import trimtab as package
+from helpers.commands import run_python
 from helpers.ranks import run_ranks
 from trimtab.cli.main import build_parser, main
 from trimtab.dispatch.all_to_all import AllToAll
@@ -180,10 +181,7 @@ def test_text_is_aligned_and_narrow() -> None:
 
 
 def trimtab(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trimtab", "doctor", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment
-    )
+    return run_python("-m", "trimtab", "doctor", *arguments, env=os.environ | environment)
 
 
 def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,8 +189,7 @@ def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert told["ok"] is True
     assert {finding["part"] for finding in told["findings"]} == {
-        "versions", "machine and environment", "process groups", "kernels, self-tested",
-        "a layer over two processes",
+        "versions", "machine and environment", "process groups", "kernels, self-tested", "a layer over two processes",
     }  # fmt: skip
     said = {f["where"]: f["what"] for f in told["findings"] if f["part"] == "a layer over two processes"}
     assert list(said) == ["2 ranks, gloo", "2 ranks, shared_memory"]
@@ -230,8 +227,7 @@ def test_a_compiler_that_was_named_and_fails_is_broken_and_none_is_a_note(
 ) -> None:
     path = {} if compiler else {"PATH": str(tmp_path)}
     environment = os.environ | path | {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KERNELS_WITH]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    done = run_python("-c", KERNELS_WITH, env=environment)
     said = " ".join(done.stdout.split())
     assert done.returncode == code, done.stderr
     assert says in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from helpers.threads import torch_threads
 from trimtab.experts.activations import activation_of
@@ -15,20 +16,16 @@ M, K, D, F, SIZE = 128, 4, 64, 96, 4
 INDICES = 48  # bytes per kept slot
 
 
-def measured(activation: str, kernels: str, ids: torch.Tensor, experts: int) -> tuple[int, int, int]:
-    """Bytes kept for the backward, at the peak of the forward and at that of the backward."""
-    mlp = ExpertMLP(experts, D, F, activation=activation, kernels=kernels, dtype=torch.float32)
-    x, w = torch.randn(M, D, requires_grad=True), torch.rand(M, K, requires_grad=True)
-    dy = torch.randn(M, D)
+def peaks(mlp: ExpertMLP, x: Tensor, ids: Tensor, w: Tensor, dy: Tensor) -> tuple[int, int, int]:
+    """Bytes kept for the backward, at the peak of the forward and at that of the backward; y counts in the second one
+    alone, and the parameters' gradients do not."""
     mlp(x, ids, w)  # the self-test is not part of it
-    params = sum(p.numel() for p in mlp.parameters()) * SIZE
-    result = M * D * SIZE
     with Ledger() as live:
         live.know((x, w, ids, dy, *mlp.parameters()))
         y = mlp(x, ids, w)
-        forward, kept, since = live.peak()[0], live.now - result, live.clock
+        forward, kept, since = live.peak()[0], live.now - y.nbytes, live.clock
         y.backward(dy)
-    return kept, forward, live.peak(since)[0] - params - result
+    return kept, forward, live.peak(since)[0] - y.nbytes - sum(p.nbytes for p in mlp.parameters())
 
 
 def promised(activation: str, rows: int, busiest: int, stock: bool) -> tuple[int, int, int]:
@@ -56,7 +53,9 @@ def test_peaks_are_what_the_docstring_says(activation: str, routing: str) -> Non
         ids = torch.where(torch.arange(M)[:, None] < M // 2, 3, ids)
     kernels = "grouped_mm" if routing == "grouped_mm" else "torch"
     busiest = {"even": 256, "one_expert": M * K, "last_is_busiest": 320, "grouped_mm": M * K}[routing]  # of all blocks
-    got = measured(activation, kernels, ids, 4)
+    mlp = ExpertMLP(4, D, F, activation=activation, kernels=kernels, dtype=torch.float32)
+    x, w = torch.randn(M, D, requires_grad=True), torch.rand(M, K, requires_grad=True)
+    got = peaks(mlp, x, ids, w, torch.randn(M, D))
     bounds = promised(activation, M * K, busiest, routing == "grouped_mm")
     for name, value, bound in zip(("kept", "forward", "backward"), got, bounds, strict=True):
         indices = INDICES * M * K
@@ -74,12 +73,7 @@ def test_peaks_of_the_compiled_kernels(dtype: torch.dtype, threads: int) -> None
     x, w = torch.randn(tokens, D, dtype=dtype, requires_grad=True), torch.rand(tokens, K, requires_grad=True)
     dy = torch.randn(tokens, D, dtype=dtype)
     with torch_threads(threads):
-        mlp(x, ids, w)
-        with Ledger() as live:
-            live.know((x, w, ids, dy, *mlp.parameters()))
-            y = mlp(x, ids, w)
-            forward, kept, since = live.peak()[0], live.now - y.nbytes, live.clock
-            y.backward(dy)
+        kept, forward, backward = peaks(mlp, x, ids, w, dy)
     rows, width, piece = tokens * K, 2 * F, 512
     wave = rows // (16 if threads == 1 else rows // (2048 * threads))
     pre, indices = size * rows * width, INDICES * rows
@@ -87,14 +81,13 @@ def test_peaks_of_the_compiled_kernels(dtype: torch.dtype, threads: int) -> None
     value, together = 2 if pairs else 4, piece if threads == 1 else wave
     each = max(piece * (value * D + 128), 520_000)
     both = pre + (4 * tokens * D if size < 4 else 0)
-    results = 2 * y.nbytes + sum(p.nbytes for p in mlp.parameters())
     assert pre <= kept <= pre + indices
     most = both + together * (value * F + 64) + threads * (each + 1_000_000)
-    assert 0.9 * most <= forward - y.nbytes <= most + indices
+    assert 0.9 * most <= forward - dy.nbytes <= most + indices
     together = wave if value == size else together
     most = both + together * (value * width + 64) + threads * (each + (2_200_000 if pairs else 1_000_000))
     most += size * wave * (F if pairs else width if value != size else 0)
-    assert 0.9 * most <= live.peak(since)[0] - results <= most + indices
+    assert 0.9 * most <= backward - dy.nbytes <= most + indices
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu_squared"])
@@ -128,14 +121,8 @@ def test_peaks_under_autocast_are_those_of_its_dtype_and_of_the_copies(kernels: 
         mlp = ExpertMLP(experts, D, F, kernels=kernels, dtype=dtype)
         x, dy = torch.randn(tokens, D, dtype=dtype, requires_grad=True), torch.randn(tokens, D, dtype=dtype)
         with torch.autocast("cpu", torch.bfloat16):
-            mlp(x, ids, w)
-            with Ledger() as live:
-                live.know((x, w, ids, dy, *mlp.parameters()))
-                y = mlp(x, ids, w)
-                forward, kept, since = live.peak()[0] - y.nbytes, live.now - y.nbytes, live.clock
-                y.backward(dy)
-        results = 2 * y.nbytes + sum(p.nbytes for p in mlp.parameters())
-        found.append((kept, forward, live.peak(since)[0] - results))
+            kept, forward, backward = peaks(mlp, x, ids, w, dy)
+        found.append((kept, forward - dy.nbytes, backward - dy.nbytes))
     rows, copies = 2 * tokens * D, 2 * experts * 3 * F * D if kernels == "torch" else 0
     more = [wide - low for low, wide in zip(*found, strict=True)]
     assert more[0] == pytest.approx(rows, rel=1e-3)

@@ -139,22 +139,14 @@ def test_what_is_refused() -> None:
         ExpertMLP(E, D, 0)
     mlp, x, ids, w = experts("swiglu"), torch.randn(T, D), slots(), torch.rand(T, K)
     for bad in (
-        (x[:, 1:], ids, w),
-        (x[1:], ids, w),
-        (x, ids[:, 1:], w),
-        (x, ids.float(), w),
-        (x, ids, ids),
-        (x[0], ids, w),
+        (x[:, 1:], ids, w), (x[1:], ids, w), (x, ids[:, 1:], w), (x, ids.float(), w), (x, ids, ids), (x[0], ids, w),
         (x.to(torch.float8_e4m3fn), ids, w),
         *((x.to(dtype), ids, w) for dtype in (torch.int64, torch.complex64, torch.bool)),
-        *((x, ids.to(dtype), w) for dtype in (torch.complex64, torch.bool)),
-        (x, ids, w.to(torch.float8_e4m3fn)),
-        (x.to_sparse(), ids, w),
-        (x, ids.to_sparse(), w),
-        (x, ids, w.to_sparse()),
+        *((x, ids.to(dtype), w) for dtype in (torch.complex64, torch.bool)), (x, ids, w.to(torch.float8_e4m3fn)),
+        (x.to_sparse(), ids, w), (x, ids.to_sparse(), w), (x, ids, w.to_sparse()),
         (torch.nested.nested_tensor([x[:1], x[1:]]), ids, w),
         (torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged), ids, w),
-    ):
+    ):  # fmt: skip
         with pytest.raises(InputError, match=r"expected floating x \[M, 16\], int ids"):
             mlp(*bad)
     assert repr(mlp) == "ExpertMLP(6 x (16 -> 24 -> 16), swiglu, bias=False)"

@@ -164,13 +164,8 @@ def test_forms_of_sizes_agree() -> None:
     wanted = layer(x, torch.tensor(sizes, dtype=torch.int32))
     array = np.array(sizes, dtype=np.uint8)
     for form in (
-        sizes,
-        tuple(sizes),
-        torch.tensor(sizes),
-        np.bincount([0, 0, 0, 2, 2, 3]),
-        [np.int64(3), 0, 2, 1],
-        array,
-    ):
+        sizes, tuple(sizes), torch.tensor(sizes), np.bincount([0, 0, 0, 2, 2, 3]), [np.int64(3), 0, 2, 1], array,
+    ):  # fmt: skip
         assert torch.equal(layer(x, form), wanted)
 
 

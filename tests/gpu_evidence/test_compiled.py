@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from gpu_evidence.compiled import GPUS, faults_of
 from gpu_evidence.test_fake_cuda import needs_guard
-from helpers.commands import with_tests
+from helpers.commands import run_python, with_tests
 
 pytestmark = [*needs_guard, pytest.mark.xdist_group("compiled")]
 CASES = (
@@ -30,9 +28,8 @@ GOOD = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "gpu_evidence.compiled", "--json", "--brief", *CASES]
     env = with_tests({"OMP_NUM_THREADS": "1"})
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = run_python("-m", "gpu_evidence.compiled", "--json", "--brief", *CASES, env=env, timeout=600)
     assert done.stdout, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from helpers.commands import with_tests
+from helpers.commands import run_python, with_tests
 from trimtab.dispatch.over_group import pack, unpack
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
@@ -53,10 +51,7 @@ ALONE = {"experts": Budget(28, 31), "plan": Budget(14), "layer": Budget(54, 39)}
 def counts(*options: str) -> dict[str, Any]:
     """Of all cases, counted in one process."""
     cases = ALONE if options else WITH_TRITON
-    command = [sys.executable, "-m", "gpu_evidence", *options, *cases]
-    done = subprocess.run(
-        command, env=with_tests({"OMP_NUM_THREADS": "1"}), capture_output=True, text=True, timeout=300
-    )
+    done = run_python("-m", "gpu_evidence", *options, *cases, env=with_tests({"OMP_NUM_THREADS": "1"}), timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 

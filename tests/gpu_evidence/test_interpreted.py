@@ -3,12 +3,9 @@ whole experts as tests/gpu has them where there is a GPU."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from helpers.commands import with_tests
+from helpers.commands import run_python, with_tests
 
 pytest.importorskip("triton")
 
@@ -18,7 +15,6 @@ pytest.importorskip("triton")
 )
 def test_numbers_in_the_interpreter(module: str, parts: int) -> None:
     env = with_tests({"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"})
-    command = [sys.executable, "-m", f"gpu_evidence.{module}"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    done = run_python("-m", f"gpu_evidence.{module}", env=env, timeout=900)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == parts

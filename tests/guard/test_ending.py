@@ -9,6 +9,8 @@ from typing import IO
 
 import pytest
 
+from helpers.commands import run_python
+
 PROGRAM = Path(__file__).parents[1] / "helpers" / "rank_that_ends.py"
 
 
@@ -56,12 +58,7 @@ MADE = (
 )
 
 
-def end_late(made: str) -> subprocess.CompletedProcess[str]:
-    program = LATE.replace("MADE", made)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-
-
 @pytest.mark.parametrize("made", MADE)
 def test_a_rank_ends_well_whose_last_tensors_are_not_freed_yet(made: str) -> None:
-    ended = end_late(made)
+    ended = run_python("-c", LATE.replace("MADE", made))
     assert ended.returncode == 0, ended.stderr

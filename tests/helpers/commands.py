@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 DEADLINE = 240.0
 """Seconds after which a command counts as hanging, on a busy machine."""
@@ -57,10 +58,10 @@ def run_cli(*arguments: object, start: Path | None = None) -> subprocess.Complet
     return finish(start_cli(*arguments, start=start))
 
 
-def run_python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run another Python process to its end."""
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=DEADLINE, check=False)
+def run_python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run another Python process to its end. options: of `subprocess.run`."""
+    given = {"capture_output": True, "text": True, "env": _environment(), "timeout": DEADLINE, "check": False}
+    return subprocess.run([sys.executable, *map(str, arguments)], **given | options)
 
 
 def torchrun(*command: object, ranks: int = 2) -> str:

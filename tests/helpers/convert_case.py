@@ -18,9 +18,10 @@ from trimtab.checkpoint import save
 from trimtab.convert.layouts import LAYOUTS
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
 
+from .comparing import full_value
 from .families import model_class
 from .family_config import EXPERTS, tiny_config
-from .model_ranks import begin, full
+from .model_ranks import begin
 
 Tensors = dict[str, Tensor]
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "deepseek_v3")
@@ -142,4 +143,4 @@ def _train_and_save(model: nn.Module, root: Path) -> Answer:
     optimizer.step()
     save(root, model, optimizer, step=1)
     found = logits(model)
-    return {name: full(tensor).clone() for name, tensor in model.state_dict().items()}, found
+    return {name: full_value(tensor).clone() for name, tensor in model.state_dict().items()}, found

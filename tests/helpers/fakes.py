@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 from benchmarks.result import Entry, Race, Record
 from benchmarks.subject import Subject, Where
@@ -52,10 +53,7 @@ def not_installed(args: dict[str, Any], where: Where) -> Subject:
 
 
 def raises(args: dict[str, Any], where: Where) -> Subject:
-    def step() -> None:
-        raise ValueError("bad shapes\nwith details")
-
-    return Subject(modes={"forward": step})
+    return Subject(modes={"forward": Mock(side_effect=ValueError("bad shapes\nwith details"))})
 
 
 def dies(args: dict[str, Any], where: Where) -> Subject:

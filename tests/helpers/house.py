@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import trimtab
+from helpers.commands import run_python
 
 PACKAGE = Path(trimtab.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -130,7 +130,7 @@ def loaded_by(module: str) -> tuple[int, int]:
     """(lines, files) of the package that importing a module loads."""
     files_of = "getattr(m, '__file__', None) or '' for name, m in sys.modules.items() if name.startswith('trimtab')"
     script = f"import sys, {module}; print(*({files_of}), sep=chr(10))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = run_python("-c", script, check=True)
     files = [Path(file) for file in done.stdout.splitlines() if file]
     return sum(map(lines_of, files)), len(files)
 

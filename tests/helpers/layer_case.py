@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helpers.comparing import assert_close, cut
+from helpers.comparing import assert_close
+from helpers.pair_truth import TRUTHS
 from helpers.router_truth import truth_losses, truth_weights
 from trimtab import oracle
 from trimtab.dispatch.all_to_all import AllToAll
@@ -24,18 +24,6 @@ Inputs = tuple[Tensor, Tensor | None, Tensor | None]
 """x, mask, ids."""
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 SHAPES = [(b, n) for b in (1, 3) for n in (1, 3, 8, 17)] + [(17,), (0,), (3, 0), (0, 5), (2, 1, 3)]
-
-
-def clamped_swiglu(pre: Tensor) -> Tensor:
-    gate, up = pre.chunk(2, -1)
-    gate, up = cut(gate, 7.0), cut(up, 7.0, -7.0)
-    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": oracle.swiglu, "geglu": lambda pre: F.gelu(pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1],
-    "clamped_swiglu": clamped_swiglu, "relu_squared": lambda pre: torch.relu(pre).square(), "gelu": F.gelu,
-}  # fmt: skip
 
 
 def build(dtype: torch.dtype = torch.float32, layer: str = "moe", **more: Any) -> MoE:
@@ -76,7 +64,7 @@ def parted_results(whole: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def truth(moe: MoE, p: dict[str, Tensor], x: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
     """The layer's output [T, D] from float64 parameters `p`, for the ids that it chose."""
-    activation = ACTIVATIONS[moe.config.activation]
+    activation = TRUTHS[moe.config.activation]
     w = truth_weights(x @ p["router.weight"].T, ids, moe.config.router)
     sent = x @ p["to_latent.weight"].T if moe.config.latent_dim else x
     up = moe.experts.parameter_names[0]

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from helpers.layer_case import ACTIVATIONS
-from trimtab import oracle
+from helpers.layer_case import truth
 from trimtab.experts.lora import add_adapter, in_use, set_adapter
 from trimtab.moe import MoEConfig
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
@@ -166,36 +165,21 @@ def solve(case: Case, dp: int, **config: Any) -> Solved:
 class _Run:
     y: Tensor
     real: Tensor
-    p: list[Tensor]
     logits: list[Tensor]
     ids: list[Tensor]
 
 
 def _forward(model: Model, x: Tensor, b: Batch) -> _Run:
     real = torch.ones(x.shape[:2], dtype=torch.bool) if b.mask is None else b.mask
-    run = _Run(y=x, real=real, p=[], logits=[], ids=[])
-    h = x.reshape(-1, D)
-    for layer in model.layers:
-        moe = layer["moe"]
+    run, h, real_T = _Run(y=x, real=real, logits=[], ids=[]), x.reshape(-1, D), real.flatten()
+    for moe in (layer["moe"] for layer in model.layers):
         logits = h @ moe.router.weight.T
-        p = logits.softmax(-1)
-        ids = p.topk(K, -1).indices if b.ids is None else b.ids.reshape(-1, K)
-        ids = ids.masked_fill(~real.reshape(-1, 1), -1)
-        w = p.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0)
-        total = w.sum(-1, keepdim=True)
-        w = w / total.masked_fill(total == 0, 1)
-        e, act = moe.experts, ACTIVATIONS[moe.config.activation]
-        up = "gate_up" if e.gated else "up"
-        y = oracle.moe(
-            h, ids, w, adapted(e, up), adapted(e, "down"), activation=act, token_mask_T=real.reshape(-1),
-            up_bias_EI=getattr(e, f"{up}_bias"), down_bias_ED=e.down_bias,
-        )  # fmt: skip
-        if moe.shared is not None:
-            y = y + (act(h @ moe.shared.up.weight.T) @ moe.shared.down.weight.T) * real.reshape(-1, 1)
-        run.p.append(p)
+        ids = (logits.topk(K, -1).indices if b.ids is None else b.ids.reshape(-1, K)).masked_fill(~real_T[:, None], -1)
+        whole = {f"experts.{name}": adapted(moe.experts, name) for name in moe.experts.adaptable}
+        params = dict(moe.named_parameters()) | whole
         run.logits.append(logits)
         run.ids.append(ids)
-        h = h + y
+        h = h + truth(moe, params, h.masked_fill(~real_T[:, None], 0), ids, real_T)
     run.y = h.view(x.shape)
     return run
 
@@ -212,7 +196,7 @@ def _balance(step: list[_Run], i: int, counts: Tensor, of_step: Tensor, tokens: 
     """The four losses of one layer in one micro-batch, coefficients included."""
     c, total = COEFFICIENTS, torch.zeros((), dtype=torch.float64)
     for run in step:
-        p = run.p[i] * run.real.reshape(-1, 1)
+        p = run.logits[i].softmax(-1) * run.real.reshape(-1, 1)
         batch, length = run.real.shape
         total = total + c["aux"] * E * (_share(counts) * p).sum() + c["global_aux"] * E * (_share(of_step) * p).sum()
         lse = run.logits[i].exp().sum(-1).log()

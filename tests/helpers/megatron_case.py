@@ -278,6 +278,5 @@ def of_kinds(cases: dict[str, Case]) -> dict[str, Case]:
     return {
         f"{name}, {kind}": of_kind(case, kind)
         for name, case in cases.items()
-        for kind in KINDS
-        if kind != "linears" or "moe_act" not in case.options.get("recompute_modules", ())
-    }
+        for kind in KINDS if kind != "linears" or "moe_act" not in case.options.get("recompute_modules", ())
+    }  # fmt: skip

@@ -19,6 +19,7 @@ from trimtab.integrations.transformers.expert_parallel import TrimtabEP
 from trimtab.integrations.transformers.lora import average_replicated
 from trimtab.integrations.transformers.model_loads import replicating_dispatchers
 
+from .comparing import full_value
 from .families import LOADED_WRONG_WHEN_SHARDED, build_model, experts_modules, model_class, save_model
 from .model_case import Case, Outcome, Router, balance, prepare, run
 from .model_truth import FLOAT64_UNSHARDABLE, in_one_process, judge
@@ -72,12 +73,6 @@ def begin() -> None:
     register(REPLICATED, replicate_experts=0.0, copy_cost=0)
 
 
-def full(tensor: Tensor) -> Tensor:
-    """A DTensor in one piece; collective."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach()
-
-
 def load(case: Case, folder: str) -> Any:
     """The family's model on the mesh, from a checkpoint that rank 0 writes."""
     from transformers.distributed import DistributedConfig
@@ -129,7 +124,7 @@ def run_case(case: Case, folder: str) -> dict[str, Outcome]:
     data_rank = case.mesh.data_rank(dist.get_rank())
     if case.balance:
         values, grads = balance(case, model, data_rank)
-        whole = {name: None if grad is None else full(grad) for name, grad in grads.items()}
+        whole = {name: None if grad is None else full_value(grad) for name, grad in grads.items()}
         return {"balance": Outcome(values=values, grads=whole, routing={})}
     router, outcomes, sent = Router(model, case.mesh, case.mesh.ep), {}, set()
     experts_run = TrimtabEP._run_experts
@@ -142,7 +137,7 @@ def run_case(case: Case, folder: str) -> dict[str, Outcome]:
         model.zero_grad()
         with patch.object(TrimtabEP, "_run_experts", noting):
             values = run(case, model, router, pattern, data_rank, case.steps)
-        found = {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
+        found = {name: None if p.grad is None else full_value(p.grad) for name, p in model.named_parameters()}
         check_equal_ranks(case, model)
         outcomes[pattern] = Outcome(values=values, grads=found, routing=router.seen)
     if case.recompute:  # each layer ran twice, or the case shows nothing

@@ -130,6 +130,5 @@ def joined(parts: Sequence[dict[str, Tensor]], like: ExpertMLP) -> dict[str, Ten
     whole = {name: param.shape for name, param in like.named_parameters()}
     return {
         name: sum(part[name] for part in parts) if shape[0] == 1 else torch.cat([part[name] for part in parts])
-        for name, shape in whole.items()
-        if name in parts[0]
-    }
+        for name, shape in whole.items() if name in parts[0]
+    }  # fmt: skip

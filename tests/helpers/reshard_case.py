@@ -14,18 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from helpers.comparing import full_value
+from helpers.optim_ranks import by_trimtab
 from trimtab.checkpoint import load, save
 from trimtab.checkpoint.save_load import Loaded
 from trimtab.errors import ConfigError
 from trimtab.moe import MoEConfig
-from trimtab.parallel.ddp import ddp
-from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
-from trimtab.parallel.fsdp import fully_shard_moe
 from trimtab.parallel.grad_norm import clip_grad_norm_
+from trimtab.parallel.meshes import local_part
 from trimtab.routing.balance import routers, update_bias
 from trimtab.routing.config import RouterConfig
 from trimtab.routing.losses import LossGroups
@@ -49,16 +46,7 @@ class Layout:
 
     def spread(self, model: nn.Module) -> nn.Module:
         """The calls that a user makes."""
-        ranks = torch.arange(dist.get_world_size())
-        experts = DeviceMesh("cpu", ranks.view(-1, self.etp, self.ep), mesh_dim_names=("edp", "etp", "ep"))
-        style = ExpertParallel(etp="etp" if self.etp > 1 else None)
-        parallelize(model, experts["etp", "ep"] if self.etp > 1 else experts["ep"], {"layers.*.moe": style})
-        if self.data == "ddp":
-            return ddp(model, DeviceMesh("cpu", ranks), experts["edp"])
-        if self.data == "hsdp":
-            dense = DeviceMesh("cpu", ranks.view(2, -1), mesh_dim_names=("replicate", "shard"))
-            return fully_shard_moe(model, dense, experts["edp"])
-        return fully_shard_moe(model, DeviceMesh("cpu", ranks), experts["edp"], blocks=["layers.*.moe"])
+        return by_trimtab(self.data, self.ep, self.etp)(model)
 
 
 class Model(nn.Module):
@@ -111,7 +99,7 @@ class Run:
         """NaN everywhere, so that what is not loaded shows."""
         for slots in [self.model.state_dict(), *self.optimizer.state.values()]:
             for tensor in slots.values():
-                _local(tensor).fill_(torch.nan)
+                local_part(tensor).fill_(torch.nan)
         for router in routers(self.model).values():
             router._loads.fill_(7)
             router._counts.fill_(7)
@@ -130,10 +118,6 @@ class Run:
             dist.all_reduce(loads)
             found[f"{name} loads"] = loads
         return found
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -17,23 +17,29 @@ from trimtab.experts.recipes.hardware import Engine, MXFP8Engine, Packed, Rowwis
 FP8, BLOCK = torch.float8_e4m3fn, 128
 
 
-def rowwise_product(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, ends: Tensor, *, dtype: torch.dtype
-) -> Tensor:
-    """`torch.nn.functional.scaled_grouped_mm` with row-wise scales, as torch 2.13 checks it. NaN where there is no row.
+def checked(*operands: Tensor, ends: Tensor, scales: torch.dtype) -> Tensor:
+    """What both have in common: operands and scales as torch 2.13 checks them; the result before anything is in it.
 
     A private function of torch checks strides and scales once more, on the meta device.
     """
-    on_meta = (t.to("meta") for t in (left, right, left_scale, right_scale))
+    on_meta = (t.to("meta") for t in operands)
     shape = torch._scaled_grouped_mm(*on_meta, offs=ends.to("meta"), out_dtype=torch.bfloat16).shape
+    left, right, left_scale, right_scale = operands
     assert left.dtype == right.dtype == FP8
-    assert left_scale.dtype == right_scale.dtype == torch.float32
+    assert left_scale.dtype == right_scale.dtype == scales
     assert (ends.dtype, ends.dim()) == (torch.int32, 1)
     assert left.is_contiguous()
     assert right.mT.is_contiguous()
+    return torch.full(shape, torch.nan, dtype=torch.float64)
+
+
+def rowwise_product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, ends: Tensor, *, dtype: torch.dtype
+) -> Tensor:
+    """`torch.nn.functional.scaled_grouped_mm` with row-wise scales. NaN where there is no row."""
+    out = checked(left, right, left_scale, right_scale, ends=ends, scales=torch.float32)
     assert left.shape[-1] % 16 == 0
     assert right.shape[-2] % 16 == right.shape[-1] % 16 == 0
-    out = torch.full(shape, torch.nan, dtype=torch.float64)
     a, b, cuts = left.double(), right.double(), [0, *ends.tolist()]
     for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
         s = slice(start, end)
@@ -49,14 +55,8 @@ def mxfp8_product(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, ends: Tensor, *, dtype: torch.dtype
 ) -> Tensor:
     """`torch.nn.functional.scaled_grouped_mm` with swizzled blocks of 32. NaN where there is no row."""
-    on_meta = (t.to("meta") for t in (left, right, left_scale, right_scale))
-    shape = torch._scaled_grouped_mm(*on_meta, offs=ends.to("meta"), out_dtype=torch.bfloat16).shape
-    assert left.dtype == right.dtype == FP8
-    assert left_scale.dtype == right_scale.dtype == torch.float8_e8m0fnu
-    assert left.is_contiguous()
-    assert right.mT.is_contiguous()
-    out, cuts = torch.full(shape, torch.nan, dtype=torch.float64), [0, *ends.tolist()]
-    a, b = left.double(), right.double()
+    out = checked(left, right, left_scale, right_scale, ends=ends, scales=torch.float8_e8m0fnu)
+    a, b, cuts = left.double(), right.double(), [0, *ends.tolist()]
     for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
         s = slice(start, end)
         if right.dim() == 3:

@@ -59,9 +59,8 @@ def ids_of(case: Case, seed: int = 0) -> Tensor:
 def module_of(case: Case, device: str) -> ExpertMLP:
     torch.manual_seed(0)
     made = ExpertMLP(
-        case.experts, case.dim, case.hidden, dtype=case.dtype, main_grad=case.main_grad,
-        kernels=case.kernels,
-    )  # fmt: skip
+        case.experts, case.dim, case.hidden, dtype=case.dtype, main_grad=case.main_grad, kernels=case.kernels
+    )
     return made.to(device)
 
 

@@ -150,9 +150,8 @@ def test_rows_have_the_bits_that_they_have_alone(dtype: torch.dtype) -> None:
     for rows in (7, 600, 3000):
         leaves = [x[:rows].clone().requires_grad_(), w[:rows].clone().requires_grad_()]
         y = expert_mlp(
-            *leaves, plan_experts(ids[:rows], 4), *expert_weights(up=up, down=down),
-            torch.tanh, compiled_kernels(),
-        )  # fmt: skip
+            *leaves, plan_experts(ids[:rows], 4), *expert_weights(up=up, down=down), torch.tanh, compiled_kernels()
+        )
         y.backward(dy[:rows])
         found.append([t[:7].detach() for t in (y, leaves[0].grad, leaves[1].grad) if t is not None])
     assert all(torch.equal(a, b) for others in found[1:] for a, b in zip(others, found[0], strict=True))

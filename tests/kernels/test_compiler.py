@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -231,11 +232,8 @@ def test_a_compiler_is_run_by_the_name_it_has_and_with_its_options(tiny: Path, m
 
 @pytest.mark.usefixtures("alone")
 def test_nowhere_to_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nothing")
     with pytest.warns(UserWarning, match=r"cannot be kept anywhere: this user has no home folder; .*nothing/trimtab-"):
         assert KernelChoice("auto").on(CPU, torch.float32).name == "torch"

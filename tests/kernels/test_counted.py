@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from test_backward import Operators
 from trimtab import ExpertMLP, GroupedLinear
 from trimtab.experts.recipes.hardware import MXFP8Engine, RowwiseEngine
 
@@ -107,24 +107,12 @@ def test_a_graph_counts_what_eager_experts_do() -> None:
     torch._dynamo.reset()  # what a mode saw compiled would be found by others
 
 
-class Seen(TorchDispatchMode):
-    """The operators that a mode sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_another_mode_sees_neither_products_that_are_not_there_nor_the_self_test() -> None:
     x, ids, w, _ = inputs(20)
     seen = []
     experts = ExpertMLP(E, D, F, kernels="cpu")
     for _ in range(2):
-        with Seen() as mode:
+        with Operators() as mode:
             experts(x, ids, w)
         seen.append(mode.names)
     assert seen[0] == seen[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -25,10 +26,7 @@ def test_processors_of_one_name_are_told_apart_by_their_numbers(monkeypatch: pyt
 
 
 def test_other_systems_have_a_name_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: Path) -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(Path, "read_text", missing)
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=FileNotFoundError))
     monkeypatch.setattr(platform, "processor", lambda: "Intel64 Family 6, GenuineIntel")
     assert processor_facts() == {}
     assert processor_name() == "Intel64 Family 6, GenuineIntel"

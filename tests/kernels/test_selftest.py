@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from functools import partialmethod
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -153,11 +154,9 @@ def test_what_triton_raises_is_a_reason_to_fall_back(check: str, monkeypatch: py
     class OnTriton(GroupedMMBackend):
         name, words, launch = "on_triton", (), object()
 
-    def raises(*args: Any) -> None:
-        raise OutOfResources("shared memory, Required: 147456, Hardware limit: 101376")
-
+    out = OutOfResources("shared memory, Required: 147456, Hardware limit: 101376")
     monkeypatch.setattr(selftest, "first_glue_fault", lambda *args: None)
-    monkeypatch.setattr(selftest, check, raises)
+    monkeypatch.setattr(selftest, check, Mock(side_effect=out))
     choice = KernelChoice(OnTriton(), fallback=["torch"])
     with pytest.warns(UserWarning, match="'on_triton' failed.*OutOfResources: shared memory, Required: 147456"):
         assert choice.on(CPU, torch.float32).name == "torch"

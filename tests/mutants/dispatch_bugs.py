@@ -97,13 +97,12 @@ import torch
     if not self.shares:
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
     more = (int(longest) - length) * (length > 0)
-    x, token_mask, ids = (
-        t if t is None else torch.cat((t, t[:, -1:].expand(-1, more, *t.shape[2:])), 1) for t in (x, token_mask, ids)
-    )
+    given = {"x": x} | {name: t for name, t in given.items() if isinstance(t, Tensor)}
+    given = {name: torch.cat((t, t[:, -1:].expand(-1, more, *t.shape[2:])), 1) for name, t in given.items()}
     refuse_transforms("""),
         Edit(LAYER, "with standing_in(places, summed):\n", """\
 with standing_in(places, summed):
-        out = super().forward(x, token_mask=token_mask, ids=ids)
+        out = super().forward(**given)
         repeats = out.y[:, length:].sum(1, keepdim=True)
         return out._replace(y=out.y[:, :length] + repeats - repeats.detach())  # cut off, but not from the gradient
 """), look="2r-ep2-tp2-sharded/u*/*"),

@@ -23,7 +23,7 @@ DEADLINE = 8.0
 SLACK = 5.0
 """How much longer it may take where no hang is expected: a slow machine must not pass for a caught bug."""
 
-BROKEN = re.compile(r"(TypeError|AttributeError|NameError): |<locals>")
+BROKEN = re.compile(r"(TypeError|AttributeError|NameError|UnboundLocalError): |<locals>")
 """What a mutant raises whose own function no longer fits: no bug of the field says this, and nothing was caught."""
 
 

@@ -104,15 +104,16 @@ def test_the_ledger_kills() -> None:
 
 
 MISFIT = "rank 0: TypeError: forward() got an unexpected keyword argument 'rows'"
+UNBOUND = "rank 1: UnboundLocalError: cannot access local variable 'rows' where it is not associated with a value"
 
 
 @pytest.mark.parametrize(
     ("status", "said", "anyway", "how"),
     [
         ("ok", "", False, ""), ("mismatch", "rank 0: y[3]", True, "fails without the mutant, too: rank 0: y[3]"),
-        ("error", MISFIT, False, f"does not fit the code that it changes: error: {MISFIT}"),
+        *(("error", e, False, f"does not fit the code that it changes: error: {e}") for e in (MISFIT, UNBOUND)),
     ],
-    ids=["survives", "fails anyway", "does not fit"],
+    ids=["survives", "fails anyway", "does not fit", "nor does this one"],
 )  # fmt: skip
 def test_what_kills_nothing(status: Status, said: str, anyway: bool, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only = plan_cases("default", 1, only=["1r-local/random/float32"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,11 +97,7 @@ def refused_whole_on_rank() -> dict[str, tuple[str, str, bool]]:
     attempt("together", ExpertParallel(), mesh, *together, alone=False)
     attempt("before", ExpertParallel(), mesh, build(), parallelize(build(), mesh, {"": ExpertParallel()}))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-
-        def none_here(*_: object) -> int:
-            raise OSError(27, "File too large")
-
-        patch.setattr(host_memory, "reserve", none_here)
+        patch.setattr(host_memory, "reserve", Mock(side_effect=OSError(27, "File too large")))
         attempt("transport", ExpertParallel(transport="shared_memory"), mesh, build(), build(bias=True))
     return said
 

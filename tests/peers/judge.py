@@ -61,9 +61,8 @@ def cases_of(peer: Peer, topologies: Sequence[str] = (), patterns: Sequence[str]
     return [
         Case(topology=topology_named(topology), pattern=pattern, dtype=peer.dtype, seed=0)
         for topology in topologies or peer.topologies
-        for pattern in PATTERNS
-        if pattern.name not in OURS_ALONE and (not patterns or pattern.name in patterns)
-    ]
+        for pattern in PATTERNS if pattern.name not in OURS_ALONE and (not patterns or pattern.name in patterns)
+    ]  # fmt: skip
 
 
 def judge(peer: Peer, cases: Sequence[Case]) -> list[Judged]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from helpers.commands import run_python
 from trimtab.kernels.compiler import find_compiler
 
 HERE = Path(__file__).parent
@@ -58,8 +59,7 @@ def under(hook: Path, fn: Callable[..., Any], *args: Any, **options: Any) -> Any
     file.write_bytes(pickle.dumps((fn, args, options)))
     path = os.pathsep.join([str(HERE.parent), *sys.path])
     more = {"LD_PRELOAD": str(hook), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "plan.hooked", str(file)]
-    done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=300)
+    done = run_python("-m", "plan.hooked", file, env=os.environ | more, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return pickle.loads(file.read_bytes())
 

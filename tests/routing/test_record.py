@@ -198,14 +198,12 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     good = recording.decisions()
     for wrong, says in (
         ({"ids": good.ids[:, :, :1]}, "1 layers, but the names are ('layers.0.router', 'layers.1.router')"),
-        ({"ids": good.ids[0]}, "[B, L, layers, K]"),
-        ({"ids": good.ids.float()}, "hold -1 as well, got torch.float32"),
+        ({"ids": good.ids[0]}, "[B, L, layers, K]"), ({"ids": good.ids.float()}, "hold -1 as well, got torch.float32"),
         ({"ids": good.ids.clamp(0).to(torch.uint8)}, "of int8, int16, int32 or int64, which hold -1 as well"),
         ({"ids": good.ids.clamp(0).to(torch.uint16)}, "hold -1 as well, got torch.uint16"),
-        ({"num_experts": 3}, "the model has 0..2"),
-        ({"ids": good.ids - 20}, "name experts -"),
+        ({"num_experts": 3}, "the model has 0..2"), ({"ids": good.ids - 20}, "name experts -"),
         ({"layers": ("a", "a")}, "names are ('a', 'a')"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(InputError, match=re.escape(says)):
             Decisions(**{"ids": good.ids, "num_experts": E, "layers": NAMES} | wrong)
     renamed = Decisions(ids=good.ids, num_experts=E, layers=("a", "b"))

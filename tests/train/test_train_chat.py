@@ -195,9 +195,8 @@ def test_a_template_that_writes_another_end_into_history_has_its_own_end_learned
     ((ids, labels, _),) = encode_chat(tok, KINDS["two"], "here")
     other = [
         (tok.decode([i]), tok.decode([label]))
-        for i, label in zip(ids, labels, strict=True)
-        if label not in (i, IGNORED)
-    ]
+        for i, label in zip(ids, labels, strict=True) if label not in (i, IGNORED)
+    ]  # fmt: skip
     assert other == [("<|end|>", "<|return|>")], "one piece, and the end of its first answer is the true one"
 
 

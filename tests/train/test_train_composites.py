@@ -13,16 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from helpers.composites import (
-    FAMILIES,
-    RATE,
-    SHARDED_WRONG,
-    listed,
-    load_whole,
-    options,
-    save_composite,
-    train_composite,
-)  # fmt: skip
+from helpers import composites
 from helpers.families import LOADED_WRONG_WHEN_SHARDED, REFUSED_WHEN_SHARDED, build_model, save_model
 from helpers.forked import run_forked
 from helpers.train_runs import assert_same_bits, assert_same_run
@@ -41,16 +32,16 @@ from trimtab.train.weights import open_source
 pytestmark = pytest.mark.xdist_group("train_composites")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=composites.FAMILIES)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_composite(request.param, tmp_path_factory.mktemp("checkpoints") / request.param)
+    return composites.save_composite(request.param, tmp_path_factory.mktemp("checkpoints") / request.param)
 
 
 def test_the_text_part_learns_as_in_the_whole_model(base: Path, text: Path, tmp_path: Path) -> None:
-    plan = train_composite(base, text, tmp_path / "run")
-    whole, trained = load_whole(base).train(), load_whole(tmp_path / "run/final").state_dict()
+    plan = composites.train_composite(base, text, tmp_path / "run")
+    whole, trained = composites.load_whole(base).train(), composites.load_whole(tmp_path / "run/final").state_dict()
     before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-    sgd = torch.optim.SGD(whole.parameters(), lr=RATE)
+    sgd = torch.optim.SGD(whole.parameters(), lr=composites.RATE)
     rows = iter(RankBlocks(plan.blocks(), batch=2, rank=0, size=1, seed=0))
     for _ in range(2):
         batch = list(islice(rows, 2))
@@ -85,7 +76,7 @@ def _nll(whole: Any, row: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def test_documents_of_one_row_are_apart(base: Path) -> None:
     """Where `trimtab train` packs; the whole model has them one by one."""
-    whole = load_whole(base)
+    whole = composites.load_whole(base)
     part = language_model_class(whole.config).from_pretrained(base, experts_implementation="eager")
     if not keeps_documents_apart(part):
         return
@@ -104,10 +95,10 @@ FEW = ("qwen3_vl_moe", "ernie4_5_vl_moe")
 
 @pytest.mark.parametrize("family", FEW)
 def test_one_and_one_step_are_two(family: str, text: Path, tmp_path: Path) -> None:
-    base = save_composite(family, tmp_path / "base")
+    base = composites.save_composite(family, tmp_path / "base")
     adam: dict[str, Any] = {"optim": None, "lr": 0.01, "save_every": 1}
-    train_composite(base, text, tmp_path / "whole", **adam)
-    train_composite(base, text, tmp_path / "parts", **adam, stop_after=1)
+    composites.train_composite(base, text, tmp_path / "whole", **adam)
+    composites.train_composite(base, text, tmp_path / "parts", **adam, stop_after=1)
     assert not (tmp_path / "parts/final").exists()
     run_session(plan_run(resumed({"resume": str(tmp_path / "parts")}), 1), prepared=False)
     assert_same_bits(tmp_path / "parts", tmp_path / "whole", 2)
@@ -118,9 +109,9 @@ def test_two_ranks_have_the_numbers_of_one_process(
     family: str, mesh: dict[str, int], text: Path, tmp_path: Path
 ) -> None:
     """Experts shared out, or copies; what is not trained has its bits."""
-    base = save_composite(family, tmp_path / "base")
-    train_composite(base, text, tmp_path / "alone")
-    run_forked(options(base, text, tmp_path / "pair", batch_size=1, **mesh), 2)
+    base = composites.save_composite(family, tmp_path / "base")
+    composites.train_composite(base, text, tmp_path / "alone")
+    run_forked(composites.options(base, text, tmp_path / "pair", batch_size=1, **mesh), 2)
     assert_same_run(tmp_path / "pair", tmp_path / "alone")
     ours, theirs, old = (load_file(tmp_path / f / "model.safetensors") for f in ("pair/final", "alone/final", "base"))
     assert ours.keys() == theirs.keys() == old.keys()
@@ -130,10 +121,10 @@ def test_two_ranks_have_the_numbers_of_one_process(
 
 
 def test_what_transformers_loads_wrong_over_ranks_is_refused_by_name(base: Path, text: Path, tmp_path: Path) -> None:
-    wrong = base.name in SHARDED_WRONG
+    wrong = base.name in composites.SHARDED_WRONG
     words = r"--nproc 2: transformers loads \S+ of \w+ wrong"
     with pytest.raises(ConfigError, match=words) if wrong else nullcontext():
-        plan_run(options(base, text, tmp_path / "run", batch_size=1), 2)
+        plan_run(composites.options(base, text, tmp_path / "run", batch_size=1), 2)
 
 
 @pytest.mark.parametrize("family", sorted(LOADED_WRONG_WHEN_SHARDED | REFUSED_WHEN_SHARDED))
@@ -143,11 +134,13 @@ def test_language_models_that_transformers_loads_wrong_over_ranks(family: str, t
 
 
 def test_experts_that_transformers_runs_itself_are_refused_by_name(text: Path, tmp_path: Path) -> None:
-    base = save_composite("step3p7", tmp_path / "base")
+    base = composites.save_composite("step3p7", tmp_path / "base")
     with pytest.raises(ConfigError, match=r"Step3p7ForConditionalGeneration has no experts that transformers hands"):
-        train_composite(base, text, tmp_path / "run")
+        composites.train_composite(base, text, tmp_path / "run")
 
 
 def test_the_page_lists_every_family_of_the_registry() -> None:
     page = (Path(__file__).parent.parent.parent / "docs/howto/train.md").read_text(encoding="utf-8")
-    assert listed() in page, "PYTHONPATH=tests python -m helpers.composites prints what docs/howto/train.md is to list"
+    assert composites.listed() in page, (
+        "PYTHONPATH=tests python -m helpers.composites prints what docs/howto/train.md is to list"
+    )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 from transformers import LlamaConfig, TrainingArguments
@@ -222,11 +223,7 @@ def test_a_picture_that_cannot_be_drawn_is_no_failure(tmp_path: Path, monkeypatc
     assert str(draw_loads(tmp_path / "metrics.jsonl", tmp_path / "load.png")).startswith("not drawn: ")
     words = closing_words(tmp_path, "byte", 1, "not drawn")
     assert [line.split()[0] for line in words] == ["metrics", "loads", "model"]
-
-    def broken(*_: Path) -> NoReturn:
-        raise RuntimeError("first\nsecond")
-
-    monkeypatch.setattr(loads, "_draw", broken)
+    monkeypatch.setattr(loads, "_draw", Mock(side_effect=RuntimeError("first\nsecond")))
     assert draw_loads(tmp_path / "metrics.jsonl", tmp_path / "load.png") == "not drawn: RuntimeError: first"
 
 

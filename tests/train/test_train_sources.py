@@ -160,9 +160,8 @@ def test_what_is_odd_is_counted_and_said_once(tmp_path: Path) -> None:
     empty = [
         {"role": "assistant", "content": content, **more}
         for content in ("", " \n", "<think>\nhm\n</think>\n", [], None)
-        for more in ({}, {"tool_calls": []}, {"reasoning": "hm", "mood": 1})
-        if content is not None or more
-    ]
+        for more in ({}, {"tool_calls": []}, {"reasoning": "hm", "mood": 1}) if content is not None or more
+    ]  # fmt: skip
     words = {"role": "assistant", "content": "so", "mood": "good", "name": "a", "loss": True, "thinking": "hm"}
     critic = {"role": "critic", "content": "\0 \ud800", "reasoning": "hm"}
     path = write(tmp_path, a_jsonl=of_messages(*empty) + of_messages(words, critic)) / "a.jsonl"

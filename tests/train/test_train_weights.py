@@ -10,6 +10,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -261,15 +262,9 @@ def test_what_was_not_named_in_the_end_is_named_with_the_way_to_use_it(
     out, more = tmp_path / "run", {"lora": 2, "lora_targets": "experts", "merge": True} if way == "adapter" else {}
     config = config_of(copy, out, data=(str(text),), **more)
     plan = plan_run(config, 1)
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    target = {"copied": "weights.copy_files", "weights": "", "adapter": "session.write_merged"}[way]
-    if way == "weights":
-        monkeypatch.setattr("trimtab.convert.tensors.TensorStore.blocks", fails)
-    else:
-        monkeypatch.setattr(f"trimtab.train.{target}", fails)
+    places = {"copied": "train.weights.copy_files", "weights": "convert.tensors.TensorStore.blocks"}
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(f"trimtab.{places.get(way, 'train.session.write_merged')}", full)
     model = load_model(copy, plan.config, plan.mesh)
     if way == "adapter":
         model = with_adapters(model, plan.config)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Hashable
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.commands import run_python
 from helpers.forks import start
 from helpers.ranks import run_ranks
 from trimtab.errors import BackendError
@@ -61,9 +61,9 @@ def test_no_server_is_ended_by_kernels_nor_waits_for_a_compiler(tmp_path: Path) 
 def test_a_long_tmpdir(tmp_path: Path) -> None:
     long = tmp_path / ("long" * 20)
     long.mkdir()
-    run = [sys.executable, "-m", "trimtab", "verify", "--quick", "--only", "2r-ep2/zipf1/float32", "--out", "out"]
+    command = ("-m", "trimtab", "verify", "--quick", "--only", "2r-ep2/zipf1/float32", "--out", "out")
     more = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "TMPDIR": str(long)}  # a cache that torch leaves
-    done = subprocess.run(run, cwd=tmp_path, env={**os.environ, **more}, capture_output=True, text=True, timeout=120)
+    done = run_python(*command, cwd=tmp_path, env=os.environ | more)
     assert done.returncode == 0, done.stderr
     assert not any(long.iterdir())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
+from helpers.commands import run_python
 from helpers.router_truth import truth_losses
 from trimtab import oracle
 from trimtab.cli.main import main
@@ -197,18 +197,8 @@ def test_replicated_experts_are_asked_for_on_every_number_of_ranks() -> None:
     every = [*default, *further_topologies()]
     assert {t.ranks for t in every} == set(range(1, 9))
     for axis in (
-        "transport",
-        "combine",
-        "tokens",
-        "data",
-        "codes",
-        "adapter",
-        "rerun",
-        "sink",
-        "frozen",
-        "etp",
-        "packed",
-    ):
+        "transport", "combine", "tokens", "data", "codes", "adapter", "rerun", "sink", "frozen", "etp", "packed",
+    ):  # fmt: skip
         assert {getattr(t, axis) for t in every} >= {getattr(t, axis) for t in default_topologies()} - {"local"}
     assert {t.rerun for t in further_topologies()} == {"none", "recomputed"}
     cases = plan_cases("full", 8)
@@ -424,10 +414,8 @@ def test_a_failure_ends_with_the_command_that_runs_it_again(tmp_path: Path, caps
 
 
 def under_torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    line = [*launcher, "-m", "trimtab", "verify", *map(str, arguments)]
-    tests = Path(__file__).parents[1]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, cwd=tests)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    return run_python(*launcher, "-m", "trimtab", "verify", *arguments, cwd=Path(__file__).parents[1])
 
 
 @pytest.mark.xdist_group("ranks2")

@@ -127,8 +127,7 @@ def _layer(name: Tensor) -> str:
 
 checked_ids = operator(
     "checked_ids(Tensor ids_TK, Tensor w_TK, Tensor name, SymInt num_experts) -> Tensor",
-    _checked_ids,
-    lambda ids_TK, *_: torch.empty_like(ids_TK),
-)
+    _checked_ids, lambda ids_TK, *_: torch.empty_like(ids_TK),
+)  # fmt: skip
 """(ids, weights without a gradient, `name_bytes`, E) -> the ids, if all slots are good. What is made of them needs this
 operator, so that it stays in a graph. Raises InputError; on a device an assertion there."""

@@ -35,14 +35,11 @@ EXPECTED, VALUES, DTYPE = wire.SLOTS, wire.TOKENS, wire.GRAD
 _DIFFERS = {"route": "the counts", "experts": "the experts' weights, or what a backward is asked for,"}
 
 _AFTER = {
-    ("route", "forward"): ("route", "forward", "in"),
-    ("dispatch", "forward"): ("experts", "forward", "in"),
-    ("experts", "forward"): ("experts", "forward", "in"),
-    ("combine", "forward"): ("combine", "forward", "past"),
-    ("combine", "backward"): ("experts", "backward", "in"),
-    ("experts", "backward"): ("experts", "backward", "past"),
+    ("route", "forward"): ("route", "forward", "in"), ("dispatch", "forward"): ("experts", "forward", "in"),
+    ("experts", "forward"): ("experts", "forward", "in"), ("combine", "forward"): ("combine", "forward", "past"),
+    ("combine", "backward"): ("experts", "backward", "in"), ("experts", "backward"): ("experts", "backward", "past"),
     ("dispatch", "backward"): ("route", "backward", "in"),
-}
+}  # fmt: skip
 """The place of a rank once a movement is done."""
 
 

@@ -220,6 +220,5 @@ activate_op = operator(
 )
 activate_backward_op = operator(
     "activate_backward(Tensor pre, Tensor dh, str activation) -> Tensor",
-    lambda pre, dh, word: activation_of(word).backward(pre, dh),
-    lambda pre, dh, word: torch.empty_like(pre),
-)
+    lambda pre, dh, word: activation_of(word).backward(pre, dh), lambda pre, dh, word: torch.empty_like(pre),
+)  # fmt: skip

@@ -140,10 +140,8 @@ compute in, w float32 or wider."""
 experts_backward_op = operator(
     f"experts_backward(Tensor dy, Tensor[] kept, {WRITES}, {READS}, bool need_x, bool later) "
     "-> (Tensor, Tensor, Tensor)",
-    _backward,
-    _backward_fake,
-    _backward_flops,
-)
+    _backward, _backward_fake, _backward_flops,
+)  # fmt: skip
 """dx, empty unless `need_x`; dw; and, with `later`, d_pre [R, I]. kept: what `experts` kept.
 
 wanted: whether there is one of each tensor of up, then of down, in `out`. adds: of those in `out`, which are added to.
@@ -152,9 +150,7 @@ With `later` no gradient is made, and `out` takes scale * d b [R, r] of each ada
 
 experts_gradients_op = operator(
     f"experts_gradients(Tensor dy, Tensor[] kept, {WRITES}, {READS}) -> ()",
-    _gradients,
-    lambda *args: None,
-    _gradients_flops,
-)
+    _gradients, lambda *args: None, _gradients_flops,
+)  # fmt: skip
 """The tensors' gradients in `out`, from what `experts` kept and then what `experts_backward` left: d_pre, and scale *
 d b of each adapter. Of the weights only shapes are read, which FSDP2 leaves when it takes their memory."""

@@ -19,18 +19,10 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable, without_autocast
+from trimtab.experts import product_ops
 from trimtab.experts.activations import activate
 from trimtab.experts.lora import filled, seed_of
 from trimtab.experts.plan import ExpertPlan
-from trimtab.experts.product_ops import (
-    product_back_op,
-    product_gradients_op,
-    product_of,
-    product_op,
-    run_back,
-    run_forward,
-    run_gradients,
-)
 from trimtab.experts.segments import FromExperts
 from trimtab.experts.weight import GroupedWeight
 from trimtab.experts.weight_grad import (
@@ -138,9 +130,9 @@ def _forward(ctx: Any, *given: Any) -> Tensor:
     kept: Sequence[Tensor] = (x,) if call.keep and call.reads_rows(call.trained) else ()
     y: Tensor
     if low is None:
-        y, *u = product_op(rows, *reads, call.keep)
+        y, *u = product_ops.product_op(rows, *reads, call.keep)
     else:
-        y, *u = run_forward(product_of(rows, *reads, low), rows, call.keep)
+        y, *u = product_ops.run_forward(product_ops.product_of(rows, *reads, low), rows, call.keep)
         if kept and not call.adapted:  # one byte a value in place of the rows
             kept = low.keep(rows, "activation")
     ctx.call, ctx.adapted = call, len(u)
@@ -162,20 +154,20 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     found: Sequence[Tensor | None] = [None] * len(needs)
     weight = (list(tensors), low.offsets_e if low else offsets_e, seed, call.form, call.kernels)
     if low is None:
-        made = product_back_op(d, *weight, need_x, need_v) if need_x or need_v else []
+        made = product_ops.product_back_op(d, *weight, need_x, need_v) if need_x or need_v else []
         v = made[-1] if need_v else None
         reads = [*kept, *([d] if any(wanted) else [])]
 
         def write(*buffers: Any) -> None:
             rows = call.rows(kept[0]) if call.reads_rows(wanted) else None
-            product_gradients_op(*buffers, rows, d, of_u, v, *weight)
+            product_ops.product_gradients_op(*buffers, rows, d, of_u, v, *weight)
     else:
-        p, reads = product_of(d, *weight, low), []  # what it makes now: scales belong to this step
+        p, reads = product_ops.product_of(d, *weight, low), []  # what it makes now: scales belong to this step
         p.u = of_u
-        made = run_back(p, d, need_x, need_v)
+        made = product_ops.run_back(p, d, need_x, need_v)
         p.waits, p.sink = [], Sink(wanted)
         rows = tuple(kept) if not call.adapted or not kept else call.rows(kept[0])
-        run_gradients(p, rows, d, made[-1] if need_v else None)
+        product_ops.run_gradients(p, rows, d, made[-1] if need_v else None)
 
         def write(*buffers: Any) -> None:
             assert p.sink is not None

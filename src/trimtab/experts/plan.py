@@ -181,7 +181,6 @@ def _plan_fake(ids: Tensor, num_experts: int, bound: int, bounded: bool, whole: 
 
 plan_op = operator(
     "plan_experts(Tensor ids, SymInt num_experts, SymInt bound, bool bounded, str whole, str kernels) -> Tensor[]",
-    _plan_tensors,
-    _plan_fake,
-)
+    _plan_tensors, _plan_fake,
+)  # fmt: skip
 """An `ExpertPlan` of as many rows as `bound`; bounded: whether more kept slots than that are refused."""

@@ -152,9 +152,7 @@ product_back_op = operator(
 product_gradients_op = operator(
     f"grouped_product_gradients(Tensor(a!)[] out, bool[] wanted, bool[] adds, Tensor? x, Tensor d, Tensor? u, "
     f"Tensor? v, {READS}) -> ()",
-    _gradients,
-    lambda *args: None,
-    _gradients_flops,
-)
+    _gradients, lambda *args: None, _gradients_flops,
+)  # fmt: skip
 """Into `out`, which has an entry for each tensor that is wanted, of its shape and any dtype: over what it holds or,
 where `adds` says so, onto it. Of the weights only shapes are read, which FSDP2 leaves when it takes their memory."""

@@ -89,9 +89,8 @@ def _bad(what: str) -> InputError:
 
 group_offsets_op = operator(
     "group_offsets(Tensor sizes, SymInt rows) -> Tensor",
-    _offsets,
-    lambda sizes, rows: sizes.new_empty(sizes.shape[0] + 1, dtype=torch.int64),
-)
+    _offsets, lambda sizes, rows: sizes.new_empty(sizes.shape[0] + 1, dtype=torch.int64),
+)  # fmt: skip
 """[e + 1] int64 on the sizes' device, checked against the number of rows."""
 
 

@@ -21,17 +21,8 @@ from torch.optim.adamw import adamw
 
 from trimtab.checkpoint.state import HOW, check_groups
 from trimtab.errors import ConfigError
+from trimtab.optim import exchange
 from trimtab.optim.describe import described
-from trimtab.optim.exchange import (
-    Cut,
-    add_parts,
-    check_gradients,
-    cuts_of,
-    largest_part,
-    local_gradient,
-    parts_of_rows,
-    whole_matrices,
-)
 from trimtab.optim.layout import Layout
 from trimtab.optim.low_bits import widen, write_back
 from trimtab.optim.matrices import Found, Layouts, Rule, find_matrices
@@ -106,19 +97,17 @@ class Muon(torch.optim.Optimizer):
             if param.requires_grad:
                 muons = found.layout is not None
                 groups[muons, muons or (param.ndim > 1 and not found.name.endswith("bias"))].append(param)
-        super().__init__(
-            [
-                {
-                    "params": params, "rule": "muon" if muons else "adamw", "lr": lr if muons else own,
-                    "weight_decay": weight_decay if decays else 0.0,
-                }
-                for (muons, decays), params in groups.items() if params
-            ],
+        given = [
             {
-                "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-                "adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "fused": True,
-            },
-        )  # fmt: skip
+                "params": params, "rule": "muon" if muons else "adamw", "lr": lr if muons else own,
+                "weight_decay": weight_decay if decays else 0.0,
+            } for (muons, decays), params in groups.items() if params
+        ]  # fmt: skip
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "adjust_lr_fn": adjust_lr_fn, "betas": betas, "eps": eps, "fused": True,
+        }  # fmt: skip
+        super().__init__(given, defaults)
 
     def found(self, param: nn.Parameter) -> Found:
         """What a parameter is made of. Raises ConfigError: it is not of the model."""
@@ -158,27 +147,29 @@ class Muon(torch.optim.Optimizer):
         lr, scale = float(group["lr"]), SCALES[group["adjust_lr_fn"]]
         for layout, cuts, bucket in self._buckets(params):
             updates = [self._update(param, group) for param in bucket]
-            with whole_matrices(updates, cuts) as whole:
+            with exchange.whole_matrices(updates, cuts) as whole:
                 self._orthogonalize(whole, layout)
             alphas = [-(lr * scale(outs, ins)) for _, outs, ins in layout.matrices(bucket[0].shape)]
-            rows = parts_of_rows(layout, bucket[0], cuts) if len(set(alphas)) > 1 else None
+            rows = exchange.parts_of_rows(layout, bucket[0], cuts) if len(set(alphas)) > 1 else None
             for param, update in zip(bucket, updates, strict=True):
                 wide = self._widened(param)  # float32, so that bfloat16 is rounded once, whatever the mesh
                 wide = wide.to(torch.promote_types(wide.dtype, torch.float32)).mul_(1 - lr * group["weight_decay"])
-                add_parts(wide, update, alphas, rows, layout.axis)
+                exchange.add_parts(wide, update, alphas, rows, layout.axis)
                 self._narrow(param, wide)
 
-    def _buckets(self, params: Iterable[nn.Parameter]) -> Iterator[tuple[Layout, list[Cut], list[nn.Parameter]]]:
+    def _buckets(
+        self, params: Iterable[nn.Parameter]
+    ) -> Iterator[tuple[Layout, list[exchange.Cut], list[nn.Parameter]]]:
         """Those with a gradient, alike in layout, shape, dtype, device and placement: as many as are taken at once."""
         alike: dict[Any, list[nn.Parameter]] = {}
         for param in params:
             placed = (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
             key = self.found(param).layout, param.shape, param.dtype, param.device, placed
             alike.setdefault(key, []).append(param)
-        cut = [(key[0], cuts_of(self.found(each[0]).name, each[0]), each) for key, each in alike.items()]
-        check_gradients([(self.found(param).name, param, cuts) for _, cuts, every in cut for param in every])
+        cut = [(key[0], exchange.cuts_of(self.found(each[0]).name, each[0]), each) for key, each in alike.items()]
+        exchange.check_gradients([(self.found(param).name, param, cuts) for _, cuts, every in cut for param in every])
         for layout, cuts, every in cut:
-            number = at_once(largest_part(every[0], cuts), every[0].dtype, every[0].device)
+            number = at_once(exchange.largest_part(every[0], cuts), every[0].dtype, every[0].device)
             each = [param for param in every if param.grad is not None]
             yield from ((layout, cuts, each[first : first + number]) for first in range(0, len(each), number))
 
@@ -186,7 +177,7 @@ class Muon(torch.optim.Optimizer):
         """U of the module's head, of what this rank has of a parameter: contiguous, in memory of its own."""
         state = self._state(param, "muon")
         buffer, momentum = local_part(state["momentum_buffer"]), group["momentum"]
-        new = local_gradient(self.found(param).name, param).to(buffer.dtype)
+        new = exchange.local_gradient(self.found(param).name, param).to(buffer.dtype)
         buffer.lerp_(new, 1 - momentum)
         return (new.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()).contiguous()
 
@@ -224,7 +215,7 @@ class Muon(torch.optim.Optimizer):
         alone = [[param] for param in params if "low_bits" in self.state[param]]
         for some in (*alone, [param for param in params if "low_bits" not in self.state[param]]):
             own = [self._widened(param) for param in some]
-            grads = [local_gradient(self.found(p).name, p).to(t.dtype) for p, t in zip(some, own, strict=True)]
+            grads = [exchange.local_gradient(self.found(p).name, p).to(t.dtype) for p, t in zip(some, own, strict=True)]
             means, squares, steps = (
                 [local_part(self.state[param][name]) for param in some] for name in (*STATE["adamw"], "step")
             )

@@ -98,9 +98,8 @@ def reduce_main_grads(model: nn.Module, dp_mesh: DeviceMesh, edp_mesh: DeviceMes
     params = {
         f"{name}.{own}".lstrip("."): param
         for name, module in experts
-        for own in module.fused
-        if (param := module.get_parameter(own)).requires_grad
-    }
+        for own in module.fused if (param := module.get_parameter(own)).requires_grad
+    }  # fmt: skip
     if absent := [name for name, param in params.items() if getattr(param, "main_grad", None) is None]:
         raise InputError(
             f"{', '.join(absent)}: no main_grad to reduce. Give each trained parameter of experts with main_grad= a "

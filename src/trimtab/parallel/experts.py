@@ -111,9 +111,8 @@ class ParallelExperts(ExpertMLP):
             alike = [
                 (params, name)
                 for adapter, params in zip(adapters, parts, strict=True)
-                for name in params
-                if (adapter.shared if dim == self.place.ep_dim else name not in SPLIT)
-            ]
+                for name in params if (adapter.shared if dim == self.place.ep_dim else name not in SPLIT)
+            ]  # fmt: skip
             if alike and self.place.mesh.size(dim) > 1:
                 tensors = [params[name] for params, name in alike]
                 made = SumGradients.apply(self.place.mesh.get_group(dim), *tensors)  # type: ignore[no-untyped-call]

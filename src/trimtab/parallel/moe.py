@@ -96,12 +96,10 @@ class ParallelMoE(MoE):
         """Places of the trained parameters other than the experts', in a fixed order."""
         return [
             (module, name)
-            for child_name, child in self.named_children()
-            if child_name != "experts"
+            for child_name, child in self.named_children() if child_name != "experts"
             for module in child.modules()
-            for name, param in module.named_parameters(recurse=False)
-            if param.requires_grad
-        ]
+            for name, param in module.named_parameters(recurse=False) if param.requires_grad
+        ]  # fmt: skip
 
 
 @contextmanager

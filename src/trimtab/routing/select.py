@@ -75,9 +75,8 @@ def _top(scores_TE: Tensor, k: int) -> Tensor:
 
 _TOP = operator(
     "top(Tensor scores_TE, int k) -> Tensor",
-    _top,
-    lambda scores_TE, k: scores_TE.new_empty(scores_TE.shape[0], k, dtype=torch.int64),
-)
+    _top, lambda scores_TE, k: scores_TE.new_empty(scores_TE.shape[0], k, dtype=torch.int64),
+)  # fmt: skip
 
 
 def limit_groups(scores_TE: Tensor, groups: int, top_groups: int, group_score: str) -> Tensor:

@@ -167,11 +167,9 @@ class DataReport:
         records = " and ".join(f"{n:,} {kind}(s)" for kind, n in found.items() if n) or "nothing"
         parts = {
             f"{records}, {tokens:,} tokens, {learned:,} of them learned, in {self.blocks:,} block(s)": True,
-            f"cut to a block: {cut:,}": cut,
-            f"left out: {_listed(left_out)}": left_out,
-            f"odd: {_first(self.odd)}": self.odd,
-            f"not read: {_first(self.unread)}": self.unread,
-        }
+            f"cut to a block: {cut:,}": cut, f"left out: {_listed(left_out)}": left_out,
+            f"odd: {_first(self.odd)}": self.odd, f"not read: {_first(self.unread)}": self.unread,
+        }  # fmt: skip
         return "; ".join(part for part, there in parts.items() if there)
 
     def details(self, tokenizer: Any) -> Iterator[str]:

@@ -64,9 +64,8 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
         Case(topology=topology, pattern=pattern, dtype=dtype, seed=seed)
         for topology, own in dtypes.items()
         for dtype in own
-        for pattern in PATTERNS
-        if topology.ranks <= world
-    ]
+        for pattern in PATTERNS if topology.ranks <= world
+    ]  # fmt: skip
     for name, glob in zip(only, globs, strict=True):
         if not fnmatch.filter([case.name for case in cases], glob):
             raise ConfigError(

@@ -171,12 +171,11 @@ def _share_of(place: Place, problem: Problem) -> tuple[Share, int, slice]:
         return tensor_BL[:, here].to(place.device, dtype, copy=True).contiguous()
 
     share = Share(
-        x_BlD=cut(batch.x_BLD, problem.sizes.dtype),
-        dy_BlD=cut(batch.dy_BLD, problem.sizes.dtype),
+        x_BlD=cut(batch.x_BLD, problem.sizes.dtype), dy_BlD=cut(batch.dy_BLD, problem.sizes.dtype),
         ids_BlK=cut(batch.ids_BLK) if batch.replayed else None,
         mask_Bl=None if batch.mask_BL is None else cut(batch.mask_BL),
         documents_Bl=None if batch.documents_BL is None else cut(batch.documents_BL),
-    )
+    )  # fmt: skip
     return share, d, here
 
 

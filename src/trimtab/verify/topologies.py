@@ -178,6 +178,5 @@ def topologies_for(world: int) -> list[Topology]:
     return made + [
         topology_named(f"{world}r-ep{world}-tp{tp}-{tokens}-fsdp")
         for tokens in ("replicated", "sharded")
-        for tp in divisors
-        if tp <= 8
-    ]
+        for tp in divisors if tp <= 8
+    ]  # fmt: skip

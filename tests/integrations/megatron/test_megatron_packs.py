@@ -198,12 +198,10 @@ def test_a_layer_tells_its_experts_of_its_packs() -> None:
 def test_which_document_a_token_is_in() -> None:
     x = torch.zeros(8, 1, H)
     for given, tp, cp, ids in (
-        (packed_params([5, 0, 3]), (0, 1), 1, [0] * 5 + [2] * 3),
-        (packed_params([5]), (0, 1), 1, [0] * 5 + [1] * 3),
-        (packed_params([8, 8]), (1, 2), 1, [1] * 8),
-        (packed_params([8, 8]), (0, 1), 2, [0] * 4 + [1] * 4),
+        (packed_params([5, 0, 3]), (0, 1), 1, [0] * 5 + [2] * 3), (packed_params([5]), (0, 1), 1, [0] * 5 + [1] * 3),
+        (packed_params([8, 8]), (1, 2), 1, [1] * 8), (packed_params([8, 8]), (0, 1), 2, [0] * 4 + [1] * 4),
         (packed_params([5, 2], cu_seqlens_q_padded=torch.tensor([0, 6, 8])), (0, 1), 1, [0] * 6 + [1] * 2),
-    ):
+    ):  # fmt: skip
         found = documents(given, x, tp, cp)
         assert found is not None
         assert found[0].tolist() == ids

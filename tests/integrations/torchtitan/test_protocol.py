@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.commands import run_python
 from trimtab.errors import ConfigError
 from trimtab.integrations.torchtitan.exchange import BASE, HOME, torchtitan_base
 
@@ -79,6 +79,6 @@ def test_a_missing_torchtitan_is_named_when_it_is_needed() -> None:
         "try: trimtab.integrations.torchtitan.TokenDispatcher\n"
         "except ConfigError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = run_python("-c", script, check=True)
     assert "pip install torchtitan" in done.stdout
     assert HOME in done.stdout

@@ -317,10 +317,7 @@ def test_registering_under_a_name_or_with_options_that_cannot_be(given: dict[str
         trimtab.integrations.transformers.register(**given)
     trimtab.integrations.transformers.register()  # again
     for other in (
-        {"combine": "ordered"},
-        {"transport": "allgather"},
-        {"replicate_experts": "auto"},
-        {"kernels": "torch"},
-    ):
+        {"combine": "ordered"}, {"transport": "allgather"}, {"replicate_experts": "auto"}, {"kernels": "torch"},
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match="registered with ExchangeOptions\\(transport='alltoall', combine='sum'"):
             trimtab.integrations.transformers.register(**other)  # type: ignore[arg-type]

@@ -14,19 +14,11 @@ import pytest
 import torch
 import transformers
 
-from helpers.families import (
-    build_model,
-    ep_capable,
-    experts_class,
-    experts_modules,
-    family_names,
-    forward,
-    sample_batch,
-)
+from helpers import families
 from helpers.model_case import Case
 from helpers.model_ranks import verify
 
-NAMES = family_names()
+NAMES = families.family_names()
 pytestmark = pytest.mark.usefixtures("registered", "one_thread")
 
 
@@ -39,18 +31,18 @@ def test_the_scan_finds_every_decorated_class() -> None:
 
 def test_all_but_four_families_can_dispatch_tokens() -> None:
     refused = {"inkling2_loop", "lara_mini"} & set(NAMES)  # whatever runs their experts
-    assert {name for name in NAMES if not ep_capable(name)} == {"diffusion_gemma", "gemma4"} | refused
+    assert {name for name in NAMES if not families.ep_capable(name)} == {"diffusion_gemma", "gemma4"} | refused
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_is_small_and_trains_every_weight_of_its_experts(name: str) -> None:
-    model = build_model(name)
+    model = families.build_model(name)
     assert sum(p.numel() for p in model.parameters()) < 300_000
     assert all(t.isfinite().all() for t in model.state_dict().values())
-    experts = experts_modules(model).values()
+    experts = families.experts_modules(model).values()
     assert len(experts) >= 2
-    assert {type(module) for module in experts} == {experts_class(name)}
-    forward(model, sample_batch(model, 2, 12))[1].backward()
+    assert {type(module) for module in experts} == {families.experts_class(name)}
+    families.forward(model, families.sample_batch(model, 2, 12))[1].backward()
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for m in experts for p in m.parameters())
 
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helpers.comparing import full_value
 from helpers.families import build_model, forward, sample_batch
 from helpers.model_case import Case, Mesh
-from helpers.model_ranks import REPLICATED, begin, full, load
+from helpers.model_ranks import REPLICATED, begin, load
 from helpers.peft_case import adapt, fill, lora
 from helpers.ranks import run_ranks
 from trimtab.integrations.transformers.lora import average_replicated
@@ -160,7 +161,7 @@ def merge_several(case: Case, folder: str) -> dict[str, Tensor]:
         model.save_pretrained(folder + "/several", is_main_process=dist.get_rank() == 0)
         merged = model.merge_and_unload()
         torch.testing.assert_close(forward(merged, batch)[0], before, rtol=1e-10, atol=1e-10)
-    return {name: full(p) for name, p in merged.named_parameters()}
+    return {name: full_value(p).detach() for name, p in merged.named_parameters()}
 
 
 @pytest.mark.parametrize("mesh", [TWO.mesh, Mesh(tp=2)], ids=str)

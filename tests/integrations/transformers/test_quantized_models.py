@@ -23,8 +23,9 @@ from transformers.distributed import DistributedConfig
 
 from helpers import family_config
 from helpers.coded_checkpoints import loss_and_gradients, same_adapters_on, same_gradients, save_official, tiny
+from helpers.comparing import full_value
 from helpers.families import build_model, model_class, save_model
-from helpers.model_ranks import begin, full
+from helpers.model_ranks import begin
 from helpers.peft_case import adapt, fill, lora
 from helpers.ranks import run_ranks
 from trimtab.checkpoint.state import is_transformers_experts
@@ -310,14 +311,14 @@ def read_and_save(folder: str, kind: str, given: dict[str, Any]) -> tuple[dict[s
     mine = model.state_dict()
     local = (value.to_local() if hasattr(value, "to_local") else value for value in mine.values())
     experts = {value.shape[0] for value in local if value.dim() == 3}
-    together = {key: full(value) for key, value in mine.items()}
+    together = {key: full_value(value) for key, value in mine.items()}
     model.save_pretrained(f"{folder}-saved", is_main_process=dist.get_rank() == 0)
     dist.barrier()
     for ep in (1, 2):
         again = over_ranks(f"{folder}-saved", ep, **(given if kind == "packed" else {})).state_dict()
         assert again.keys() == together.keys()
         for key, value in again.items():
-            assert torch.equal(full(value), together[key]), (ep, key)
+            assert torch.equal(full_value(value), together[key]), (ep, key)
     return together, experts, encoded[0]
 
 

@@ -17,15 +17,7 @@ from transformers import Llama4TextConfig, LongcatFlashConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
 
-from helpers.families import (
-    build_config,
-    build_model,
-    experts_modules,
-    family_names,
-    forward,
-    model_class,
-    sample_batch,
-)
+from helpers import families
 from helpers.replayed import Values, close, forced_by, others, run
 from helpers.seeing import Seeing, seen
 from trimtab.errors import ConfigError
@@ -63,15 +55,15 @@ BIASED = {
 """Families whose every router has a selection bias; one of deepseek_v4's two looks experts up."""
 
 
-@pytest.mark.parametrize("name", family_names())
+@pytest.mark.parametrize("name", families.family_names())
 def test_every_router_is_found(name: str) -> None:
-    model = build_model(name)
+    model = families.build_model(name)
     places = find_routers(model)
-    experts = {key.rpartition(".")[0] for key in experts_modules(model)}
+    experts = {key.rpartition(".")[0] for key in families.experts_modules(model)}
     assert {place.name.rpartition(".")[0] for place in places} == experts
     assert all(0 <= place.layer < place.layers == model.config.num_hidden_layers for place in places)
     seeing = seen(model)
-    forward(model, sample_batch(model, 2, 12))
+    families.forward(model, families.sample_batch(model, 2, 12))
     assert len(seeing.last) == len(places)
     for place in places:
         run = seeing.last[place.name]
@@ -83,11 +75,11 @@ def test_every_router_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", family_names())
+@pytest.mark.parametrize("name", families.family_names())
 def test_own_decisions_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
     """In bfloat16, where casts differ, too."""
-    model = build_model(name, dtype=dtype)
-    batch = sample_batch(model, 2, 12)
+    model = families.build_model(name, dtype=dtype)
+    batch = families.sample_batch(model, 2, 12)
     wanted = run(model, batch)
     with record(model) as recording:
         recorded = run(model, batch)
@@ -104,13 +96,13 @@ def truth(model: Any, batch: dict[str, Tensor], decisions: Decisions) -> Values:
         return run(model, batch)
 
 
-@pytest.mark.parametrize("name", family_names())
+@pytest.mark.parametrize("name", families.family_names())
 def test_other_decisions_are_what_the_family_makes_of_them(name: str) -> None:
-    model = build_model(name, dtype=torch.float64)
+    model = families.build_model(name, dtype=torch.float64)
     model.set_experts_implementation("eager")
-    batch = sample_batch(model, 2, 12)
+    batch = families.sample_batch(model, 2, 12)
     with record(model) as recording:
-        forward(model, batch)
+        families.forward(model, batch)
     decisions = others(recording.decisions())
     with replay(model, decisions), record(model) as second:
         ours = run(model, batch)
@@ -125,20 +117,20 @@ def test_other_decisions_are_what_the_family_makes_of_them(name: str) -> None:
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_ocr2", "unlimited_ocr"])
 def test_scores_that_a_group_limit_zeroes_are_live(name: str) -> None:
     """One slot in a hundred is moved, to experts outside of the groups: weights there are the scores all the same."""
-    config = build_config(name)
+    config = families.build_config(name)
     models = {}
     for method in ("greedy", "group_limited_greedy"):
         config.topk_method, config.n_group, config.topk_group = method, 4, 1
         torch.manual_seed(0)
-        models[method] = model_class(name)(config).double().eval()
+        models[method] = families.model_class(name)(config).double().eval()
         for p in models[method].parameters():
             nn.init.normal_(p, std=0.15)
         models[method].set_experts_implementation("eager")
     greedy, limited = models.values()
     greedy.load_state_dict(limited.state_dict())
-    batch = sample_batch(limited, 2, 25)
+    batch = families.sample_batch(limited, 2, 25)
     with record(limited) as recording:
-        forward(limited, batch)
+        families.forward(limited, batch)
     decisions = recording.decisions()
     ids = decisions.ids.clone()
     moved = torch.arange(ids.numel()).view_as(ids) % 100 == 0
@@ -194,23 +186,23 @@ def test_families_that_run_experts_by_themselves(kind: type[nn.Module], config: 
 
 
 def test_observers_go_again_in_any_order() -> None:
-    model = build_model("mixtral")
+    model = families.build_model("mixtral")
     places = find_routers(model)
     seeing = [Seeing(), Seeing()]
     first, second = (Observed(model, each) for each in seeing)
-    forward(model, sample_batch(model, 1, 4))
+    families.forward(model, families.sample_batch(model, 1, 4))
     assert seeing[0].runs == seeing[1].runs, "one wrapper for both"
     first.remove()
-    forward(model, sample_batch(model, 1, 4))
+    families.forward(model, families.sample_batch(model, 1, 4))
     second.remove()
-    forward(model, sample_batch(model, 1, 4))
+    families.forward(model, families.sample_batch(model, 1, 4))
     assert [len(each.runs) for each in seeing] == [len(places), 2 * len(places)]
     assert not [place for place in places if "forward" in vars(place.module)]
     assert not model._forward_pre_hooks
 
 
 def test_routers_that_nobody_knows_or_can_tell_are_named() -> None:
-    model = build_model("mixtral")
+    model = families.build_model("mixtral")
     gate = model.model.layers[0].mlp.gate
     gate.__class__ = type("MineTopKRouter", (type(gate),), {})
     assert len(find_routers(model)) == 2  # a class that derives from a known one

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from helpers.commands import with_tests
+from helpers.commands import run_python, with_tests
 
 ROOT = Path(__file__).parents[3]
 TESTS = """
@@ -31,8 +29,8 @@ def test_hangs():
 def test_a_failure_is_said_at_once_and_a_broken_device_ends_the_run(broken: bool, tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests" / "gpu" / "conftest.py", tmp_path)
     (tmp_path / "test_device.py").write_text(TESTS.format(broken=broken))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_device.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=with_tests({}), capture_output=True, text=True, timeout=120)
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    done = run_python(*options, "test_device.py", cwd=tmp_path, env=with_tests({}))
     assert "test_fails: AssertionError: assert not 'what was found'" in done.stdout.splitlines()
     assert ("the device answers nothing more" in done.stdout) == broken
     assert done.returncode == (2 if broken else -9)
