@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -82,13 +82,9 @@ class Restless(deque[Any]):
         self.step()
         return super().__len__()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __delitem__(self, at: Any) -> None:
         self.step()
-        return super().__iter__()
-
-    def remove(self, x: Any) -> None:
-        self.step()
-        super().remove(x)
+        super().__delitem__(at)
 
     def append(self, x: Any) -> None:
         self.step()

@@ -53,10 +53,9 @@ def drawn(seed: int) -> dict[str, Any]:
 
 def held_out(family: str, layers: int = 4, **run: Any) -> dict[str, Any]:
     """A case of a family, whatever its fields are called."""
-    wide = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_intermediate_size"), 256)
-    sizes = {
-        "hidden_size": 256, "num_hidden_layers": layers, "vocab_size": 8192, "max_position_embeddings": 1024,
-    } | wide  # fmt: skip
+    names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_intermediate_size")
+    sizes: dict[str, Any] = dict.fromkeys(names, 256)
+    sizes |= {"num_hidden_layers": layers, "vocab_size": 8192, "max_position_embeddings": 1024}
     for name, values in ({"mlp_layer_types": ["sparse"]} | FAMILY.get(family, {})).items():
         if name.endswith("layer_types"):
             sizes[name] = (values * layers)[:layers]

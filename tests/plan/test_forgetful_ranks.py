@@ -27,7 +27,7 @@ from plan.test_worlds import RANKS, Block, by_experts, split
 from trimtab.dispatch.planned import planned
 from trimtab.plan.ledger import Ledger, Storage
 from trimtab.plan.stages import Stages, Step, measure
-from trimtab.plan.traffic import Traffic, draw
+from trimtab.plan.traffic import SKEWS, Traffic, draw
 from trimtab.plan.without_values import World
 
 SHARE, MORE = 0.03, 20_000_000
@@ -48,6 +48,7 @@ def gathered(model: Any, transport: str) -> None:
 
 WAYS: dict[str, tuple[Callable[[nn.Module, str], None], int, tuple[int, int, int], int]] = {
     "exchange": (by_experts, 1, (512, 64, 8), 8192),
+    "skewed": (by_experts, 1, (512, 64, 8), 2048),
     "etp": (split, 2, (512, 128, 8), 4096),
     "prefetch": (gathered, 3, (512, 768, 16), 64),
 }
@@ -65,9 +66,9 @@ def built(way: str, device: str, transport: str) -> tuple[Any, Step]:
     )
 
 
-def plan_of(way: str, skew: str) -> Stages:
+def plan_of(way: str, skew: str, ranks: int = RANKS) -> Stages:
     """Of the busiest rank."""
-    with World(RANKS) as world, planned(Traffic(skew=skew), rounds=True):
+    with World(ranks) as world, planned(Traffic(skew=skew), rounds=True):
         model, step = built(way, "meta", "planned")
         world.fill(model)
         return measure(model, step, world)
@@ -116,3 +117,10 @@ def test_plans_are_what_the_allocators_of_ranks_count_and_forgetful_ones_are_off
         if way == "prefetch":
             with patch.object(FSDPParamGroup, "_backward_prefetch", lambda self: None):
                 assert abs(plan_of(way, skew).peak[1] - held) > off
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD")
+def test_worst_is_never_less_than_what_allocators_count(tmp_path: Path) -> None:
+    cases = [("skewed", skew) for skew in SKEWS[2:]]
+    told = under(compiled_hook(tmp_path), run_ranks, held_on_rank, 2, cases, deadline=240.0)
+    assert max(map(max, told)) <= plan_of("skewed", "worst", 2).peak[1]

@@ -43,7 +43,7 @@ def over(mesh: object, model: nn.Module, transport: str = "planned", **options: 
 
 
 def by_experts(model: nn.Module, transport: str = "planned") -> None:
-    over(init_device_mesh("cpu", (RANKS,)), model, transport)
+    over(init_device_mesh("cpu", (dist.get_world_size(),)), model, transport)
 
 
 def split(model: nn.Module, transport: str = "planned") -> None:

@@ -18,21 +18,12 @@ from torch import Tensor, nn
 
 from trimtab.autograd import outside_graph
 from trimtab.dispatch import checks, facts
+from trimtab.dispatch import route as routes
 from trimtab.dispatch.exchange import count_message, error_scope
 from trimtab.dispatch.facts import NO_FACTS, CallId, Facts
 from trimtab.dispatch.options import CombineMode, ReplicationConfig, check_combine
 from trimtab.dispatch.plan import RankSort, plan_ranks, sort_by_rank
-from trimtab.dispatch.route import (
-    Combine,
-    Dispatch,
-    Dispatched,
-    LocalRoute,
-    RankRoute,
-    ZeroGradients,
-    by_slot,
-    require_grad_if_any,
-    wants_gradient,
-)
+from trimtab.dispatch.route import Dispatched, LocalRoute, RankRoute
 from trimtab.dispatch.transport import Handshake, Transport, layer_frame
 from trimtab.errors import DesyncError, InputError
 from trimtab.kernels.tensor_checks import static_by_default
@@ -152,21 +143,21 @@ class Dispatcher:
                 self._refuse(problems, x_TD, ids_TK, w_TK)
                 ids_TK, w_TK = checks.prepared(x_TD, ids_TK, w_TK, mask_T)
                 rows = self._exchange(self.transport, x_TD, ids_TK, w_TK, facts)
-        return rows if self.combine_mode == "sum" else by_slot(rows)
+        return rows if self.combine_mode == "sum" else routes.by_slot(rows)
 
     def _exchange(self, transport: Transport, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, given: Facts) -> Dispatched:
         ids_TK = ids_TK.clamp(-2, self.num_experts).to(torch.int32)  # a wild id must not wrap around to a good one
-        own, call = wants_gradient(x_TD, w_TK), self._call_id(x_TD, ids_TK)
+        own, call = routes.wants_gradient(x_TD, w_TK), self._call_id(x_TD, ids_TK)
         known_TK = ids_TK.where(ids_TK < self.num_experts, -1)
         sent_TK, plan, columns = (known_TK, None, {}) if self._planner is None else self._planner.place(known_TK, call)
         sort = sort_by_rank(sent_TK, self._places, self.ranks)
         values: dict[int, Tensor | int] = {facts.GRAD: own, **columns}
         if call.sized:
-            values[facts.SIZES] = count_ids(sent_TK.long(), call.sized * self.ranks).view(self.ranks, -1)
+            values[facts.COLUMNS] = count_ids(sent_TK.long(), call.sized * self.ranks).view(self.ranks, -1)
         met = self._count(transport, sort, ids_TK, w_TK, call, values, given)
         route = self._route(transport, sort, met, call)
-        w_TK = require_grad_if_any(w_TK, any(theirs[facts.GRAD] for theirs in met.received), own)
-        x_MD, w_MK, ids_MK, sent = Dispatch.apply(route, x_TD, w_TK, sent_TK)  # type: ignore[no-untyped-call]
+        w_TK = routes.require_grad_if_any(w_TK, any(theirs[facts.GRAD] for theirs in met.received), own)
+        x_MD, w_MK, ids_MK, sent = routes.Dispatch.apply(route, x_TD, w_TK, sent_TK)  # type: ignore[no-untyped-call]
         # From 1, and 0 for slots of other ranks: choosing between values in no order takes four times as long.
         ids_MK = ids_MK.contiguous() - (transport.rank * self._places - 1)  # strided, ops are 10x slower
         mine = (ids_MK > 0) & (ids_MK <= self._places)
@@ -174,7 +165,7 @@ class Dispatcher:
         n = sum(route.slots.incoming)
         rows = Dispatched(x_MD=x_MD, ids_MK=ids_MK, weights_MK=w_MK, num_slots=n, route=route, sent=sent)
         if call.sized:
-            rows.sizes_e = [*map(sum, zip(*(theirs[facts.SIZES :] for theirs in met.received), strict=True))]
+            rows.sizes_e = [*map(sum, zip(*(theirs[facts.COLUMNS :] for theirs in met.received), strict=True))]
         if self._planner is not None and plan is not None:
             rows.replicas = self._planner.route(plan, route, met, compared=bool(given.weights))
             self.replicated = plan
@@ -211,9 +202,9 @@ class Dispatcher:
         if problem := checks.rows_problem(y, rows.x_MD):
             rows.route.refuse(InputError(problem, rank=self._rank, layer=self.layer, phase="combine"), rows.x_MD)
         if params := tuple(params):
-            y = ZeroGradients.apply(y, *params)  # type: ignore[no-untyped-call]
+            y = routes.ZeroGradients.apply(y, *params)  # type: ignore[no-untyped-call]
         if rows.slot_row_R is not None or self.transport is not None:
-            y = Combine.apply(rows.route, y, rows.sent, rows.slot_row_R)  # type: ignore[no-untyped-call]
+            y = routes.Combine.apply(rows.route, y, rows.sent, rows.slot_row_R)  # type: ignore[no-untyped-call]
         return y
 
     def _count(
@@ -235,8 +226,7 @@ class Dispatcher:
 
     def _route(self, transport: Transport, sort: RankSort, met: Handshake, call: CallId) -> RankRoute:
         rows, slots = met.split_sizes(facts.ROWS), met.split_sizes(facts.SLOTS)
-        ordered = self.combine_mode == "ordered"
-        plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing), ordered=ordered)
+        plan = plan_ranks(sort, sum(rows.outgoing), sum(slots.outgoing), ordered=self.combine_mode == "ordered")
         if plan.row_token_M.shape[0] != sum(rows.outgoing):
             what = f"{plan.row_token_M.shape[0]} rows are there to be sent, and {sum(rows.outgoing)} were counted"
             error = DesyncError(what, rank=transport.rank, layer=self.layer, phase="count")

@@ -72,13 +72,9 @@ class Doorbells:
         self._post.argtypes = self._try.argtypes = (ctypes.c_void_p,)
         # The monotonic clock where the C library waits by it: no step of the wall clock makes a wait longer.
         self._monotonic = hasattr(libc, "sem_clockwait")
-        self._clock: tuple[int, ...]
-        if self._monotonic:
-            self._wait, self._clock = libc.sem_clockwait, (time.CLOCK_MONOTONIC,)
-            self._wait.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-        else:
-            self._wait, self._clock = libc.sem_timedwait, ()
-            self._wait.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        self._clock = (time.CLOCK_MONOTONIC,) if self._monotonic else ()
+        self._wait = libc.sem_clockwait if self._monotonic else libc.sem_timedwait
+        self._wait.argtypes = (ctypes.c_void_p, *[ctypes.c_int] * len(self._clock), ctypes.c_void_p)
 
     def begin(self) -> None:
         """Set them up: once, by one process, before anybody rings."""

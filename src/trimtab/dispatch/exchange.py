@@ -106,7 +106,7 @@ def count_message(rows_P: Tensor, call: CallId, values: Mapping[int, Tensor | in
     """The message [P, C] int64 of a count on the device of `rows_P`: what the host knows goes there in one copy, which
     it does not wait for.
 
-    values: by column; an int, or int64 [P] or [], or [P, e] for SIZES.
+    values: by column; an int, or int64 [P] or [], or [P, e] from COLUMNS on.
     """
     same = [-1] + [0] * (wire.WEIGHTS - 1) + facts.columns() + call.columns("count", "forward")  # ROWS: not known
     tensors = {wire.ROWS: rows_P}
@@ -119,7 +119,7 @@ def count_message(rows_P: Tensor, call: CallId, values: Mapping[int, Tensor | in
     if rows_P.device.type != "cpu":
         message = message.to(rows_P.device, non_blocking=True)
     for column, value in tensors.items():
-        message[:, column if column < wire.SIZES else slice(column, None)] = value
+        message[:, column if column < wire.COLUMNS else slice(column, None)] = value
     message.known = [same] * rows_P.shape[0]  # type: ignore[attr-defined]  # for a transport that reads no values
     return message
 

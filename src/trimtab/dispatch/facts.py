@@ -28,7 +28,6 @@ ROWS, SLOTS, TOKENS, BAD, GRAD, REPLICAS, REPLICA_SLOTS = range(7)
 WEIGHTS, PLAN, TP_LINE, TP_TOKENS, CP_LINE, CP_TOKENS = range(7, 13)
 MOVEMENT, CALL, EXPERTS, TOP_K, WIDTH, FINGERPRINT, NAME = range(13, 20)
 COLUMNS = NAME + NAME_COLUMNS
-SIZES = COLUMNS
 MOVEMENTS = (
     ("count", "forward"), ("route", "forward"), ("experts", "forward"), ("combine", "forward"),
     ("combine", "backward"), ("experts", "backward"), ("dispatch", "backward"),
@@ -74,7 +73,7 @@ NO_FACTS = Facts()
 @dataclass(frozen=True, kw_only=True)
 class CallId:
     """One layer call, as every rank of the group must have it. fingerprint: the rest of the configuration. sized: the
-    number of columns from SIZES on."""
+    number of columns from COLUMNS on."""
 
     layer: str
     number: int

@@ -23,10 +23,9 @@ from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.over_group import empty_rows
 from trimtab.dispatch.transport import Handshake
 from trimtab.dispatch.transports import TRANSPORTS
-from trimtab.kernels.buffer_pool import SMALL, HostBufferPool
+from trimtab.kernels.buffer_pool import SLACK, SMALL, HostBufferPool
 
 NAME = "planned"
-_COUNT = facts.MOVEMENTS.index(("count", "forward"))
 
 
 class Call(NamedTuple):
@@ -53,20 +52,34 @@ Traffic = Callable[[Call], tuple[Moved, Moved]]
 
 
 class Pool(HostBufferPool):
-    """Lends bytes without values, in one dim, and has them back once nothing else refers to them."""
+    """Lends bytes without values, in one dim, and has them back once nothing else refers to them. bounds: it holds as
+    much at any time as calls of other sizes than these might have left, none of them larger."""
+
+    def __init__(self, bounds: bool = False) -> None:
+        super().__init__()
+        self._bounds, self._rest = bounds, list[Any]()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         if shape[0] < SMALL:
             return torch.empty(shape, dtype=dtype)
         self.count()  # what came back did so before this call
+        if self._bounds and self._free and not self._rest:  # which has traveled, and is known by that
+            self._rest.append(self._free.popleft())
+            self.idle -= len(self._rest[0])
+        for rest in self._rest:
+            rest.untyped_storage().resize_(0)
         self._news.append(shape[0])
-        lent: Any = self._enter(shape[0]) or torch.empty(shape, dtype=dtype).untyped_storage()
+        found: Any = self._enter(shape[0])
+        lent: Any = torch.empty(shape, dtype=dtype) if found is None else found
         self._out[id(lent)] = lent
-        return torch.empty(0, dtype=dtype).set_(lent)
+        for rest in self._rest:
+            rest.untyped_storage().resize_(int(self.most * SLACK) - self.used - self.idle)
+        return torch.empty(0, dtype=dtype).set_(lent)  # not of a storage, to which `set_` keeps a reference
 
     def _count_news(self) -> None:
-        out: Any = self._out
-        self._news.extend([out.pop(at) for at in [*out] if torch._C._storage_Use_Count(out[at]._cdata) == 1])
+        out: Any = self._out  # beside the tensor here and the storage that asks, others refer to what is lent
+        uses = {at: torch._C._storage_Use_Count(lent.untyped_storage()._cdata) for at, lent in out.items()}
+        self._news.extend([out.pop(at) for at, count in uses.items() if count <= 2])
         super()._count_news()
 
 
@@ -82,13 +95,13 @@ class Planned(AllToAll):
     def __init__(self, group: dist.ProcessGroup, *, traffic: Traffic, rounds: bool = False, guard: Any = False) -> None:
         super().__init__(group, guard=False)
         self.traffic, self._rounds = traffic, rounds
-        self._pool = Pool()
+        self._pool = Pool(bounds=getattr(traffic, "skew", "") == "worst")
 
     def handshake(self, message_PC: Tensor) -> Handshake:
         known: list[list[int]] = message_PC.known  # type: ignore[attr-defined]
         sent, received = ([list(row) for row in known] for _ in range(2))
         first = known[0]
-        if first[facts.MOVEMENT] != _COUNT:  # each peer expects what this rank sends, and sends what it expects
+        if facts.MOVEMENTS[first[facts.MOVEMENT]][0] != "count":  # peers expect what it sends, and the other way
             for row in received:
                 row[facts.ROWS], row[facts.SLOTS] = row[facts.SLOTS], row[facts.ROWS]
         elif first[facts.ROWS] < 0:  # else, over etp, each peer sends as many to every rank as this one

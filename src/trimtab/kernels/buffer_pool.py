@@ -85,10 +85,10 @@ class HostBufferPool:
             try:
                 self._count_news()
                 found = None
-                for buffer in reversed(tuple(self._free)):
-                    if len(buffer) == size:
-                        found = buffer
-                        self._free.remove(buffer)
+                for at in reversed(range(len(self._free))):
+                    if len(self._free[at]) == size:
+                        found = self._free[at]
+                        del self._free[at]
                         self.idle -= size
                         break
                 while self.idle + self.used > self.most * SLACK and self._free:
