@@ -226,19 +226,18 @@ struct Matrix<coded<T>> {
     bool multiplied(
         int part, long k0, long kn, long n0, long M, const typename Op::Word* a, long lda, const Sums& c
     ) const {
-        bool done = false;
 #if defined(HAVE_DECODE)
-        if constexpr (Op::tall < NR) {
-            done = M > 0 && M <= 4 && kn % (2 * VL) == 0;
-            if (done)
+        if constexpr (Op::tall < NR)
+            if (M > 0 && M <= 4 && kn % (2 * VL) == 0) {
                 with_codes(w.type, [&](auto type) {
                     const auto run = M == 1 ? tile_of_codes<Op, T, type, 1>
                         : M == 2 ? tile_of_codes<Op, T, type, 2> : tile_of_codes<Op, T, type, 4>;
                     run(w, output(part, n0), step, k0, kn, M, a, lda, c);
                 });
-        }
+                return true;
+            }
 #endif
-        return done;
+        return false;
     }
     Ahead where(int part, long k0, long kn, long n0, long nn) const {
         if (by_rows) return {(const char*)w.at(k0, first + n0), w.bytes(w.ins), kn, w.bytes(nn)};

@@ -5,10 +5,15 @@
 
 #if defined(__AVX512F__)
 #define HAVE_DECODE
-// Of each eight bytes the eight bits from E on and from O on, as byte At of two words; the others are 0.
+// Of each eight bytes the eight bits from E on and from O on, as byte At of two words: what lies below is 0.
 template <int E, int O, int At>
 INLINE vu two_fields(vu bytes) {
 #if defined(__AVX512VBMI__)
+    if constexpr (At == 0) {  // those of four pairs together: shifts leave the port of `permutexvar` free
+        constexpr int p = E / 8 % 4 * 8;
+        constexpr long long each = 0x01010101, from = 0x18100800 - p * each, both = (from + O * each) << 32 | (from + E * each);
+        return (vu)_mm512_multishift_epi64_epi8(_mm512_set1_epi64(both), (__m512i)bytes) >> p;
+    }
     const __m512i from = _mm512_set1_epi64((E | (long long)O << 32) << 8 * At);
     return (vu)_mm512_maskz_multishift_epi64_epi8(0x1111111111111111ull << At, from, (__m512i)bytes);
 #else
@@ -106,7 +111,8 @@ INLINE void decode_panel(const Stack& w, long out, long apart, long in, long n, 
     const vf table = load(Type == MXFP4 ? E2M1_VALUES : NF4_VALUES);
     const long ld = w.bytes(w.ins) * apart, of_row = w.along();
     const uint8_t* from = w.at(out, in);
-    // The next panel is asked for from end to end: rows in which it lies, of two parts in turn each half of them.
+    // The next panel is asked for from end to end, some lines with each run, for more would wait for one another: rows in
+    // which it lies, of two parts in turn each half of them.
     const uint8_t* soon = w.at(out + NR * apart + out % apart * (NR - 1), 0) + in / chunk * NR * 64;
     for (long k = 0; k < n; k += chunk, from += 64) {
         const long runs = std::min(half, (n - k) / each), scales = (runs + along - 1) / along * scale_bytes;
@@ -122,7 +128,6 @@ INLINE void decode_panel(const Stack& w, long out, long apart, long in, long n, 
             vf turned[half];
             UNROLL for (int i = 0; i < half; i++) {
                 const uint8_t* row = from + (part * half + i) * ld;
-                __builtin_prefetch(soon += 64, 0, 3);
                 turned[i] = (vf)_mm512_maskz_loadu_epi64((1u << runs) - 1, row);
             }
             exchange<2, 2>(turned);
@@ -131,10 +136,12 @@ INLINE void decode_panel(const Stack& w, long out, long apart, long in, long n, 
         for (long run = 0, i = 0; run < runs; i++) {
             vf by[4];
             UNROLL for (int part = 0; part < 4; part++) by[part] = scale_of<Type>(((const vu*)scale)[part], i);
-            for (const long end = std::min(runs, run + along); run < end; run++)
+            for (const long end = std::min(runs, run + along); run < end; run++) {
+                UNROLL for (int l = 0; l < 4; l++) __builtin_prefetch(soon += 64, 0, 3);
                 take_pairs<Op, T, Type>(
                     (const vu*)bytes[run], table, by, (k + run * each) / Op::values, take,
                     std::make_integer_sequence<int, each / 2>{});
+            }
         }
     }
 }

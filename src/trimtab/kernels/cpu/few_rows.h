@@ -155,10 +155,7 @@ INLINE void straight_block(
 ) {
     decltype(Op::spread(*a)) right[HELD][2];
     UNROLL for (int k = 0; k < HELD; k++) Op::read_rows(w + k * Op::values * ld, w + (k + 1) * Op::values * ld - ld, right[k]);
-    for (int k = 0; k < HELD * Op::values; k++) {  // those that come next
-        __builtin_prefetch(w + (HELD * Op::values + k) * ld, 0, 2);
-        if (sizeof(*w) == 4) __builtin_prefetch(w + (HELD * Op::values + k) * ld + VL, 0, 2);
-    }
+    for (int k = 0; k < HELD * Op::values; k++) expect<2>(w + (HELD * Op::values + k) * ld, NR);  // those that come next
     for (long m = 0; m < M; m++, a += lda, sums += pitch) {
         vf x = first ? vf{} : load(sums), y = first ? vf{} : load(sums + VL);
         UNROLL for (int k = 0; k < HELD; k++) {

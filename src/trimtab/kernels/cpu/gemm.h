@@ -25,6 +25,11 @@ long step_end(const Right<W>& weight, long k0, long K) {
 }
 
 constexpr long FEW_ROWS = 64;  // beside which it is a weight in panels that is waited for
+#if defined(__SSE4A__)  // beside so many rows AMD's hardware foresees more of a panel, Intel's less than what is asked for
+constexpr long FORESEEN = 8;
+#else
+constexpr long FORESEEN = 0;
+#endif
 
 // Whether a product of few rows reads a weight panel by panel, each from one end to the other.
 template <class Op, class W>
@@ -42,7 +47,7 @@ Ahead first_of(const Right<W>& weight, long M, long K, long N) {
 }
 
 // The product of A with B's block [k0 : k0 + kn, n0 : n0 + nn] goes to the sums: at once, or panel by panel where B
-// lies so. What comes next is asked for meanwhile; of a panel beside a handful of rows the hardware foresees more.
+// lies so. What comes next is asked for meanwhile, unless the hardware foresees it.
 template <class Op>
 void add_product(
     long M, long nn, long k0, long kn, Left<typename Op::Word> a, const Panels<const typename Op::Word>& b,
@@ -54,7 +59,7 @@ void add_product(
         const Sums way = {k0 > 0 ? sums + n : nullptr, LDC, sums + n, LDC, NEAR};
         const Ahead beside = {(const char*)b.at(0, n + NR), bytes, NR, bytes};
         const Ahead& soon = n + wide < nn ? beside : next;
-        const bool asks = M <= Op::asks && (whole || M > 8);
+        const bool asks = M <= Op::asks && (whole || M > FORESEEN);
         multiply(Op(), M, wide, k0 / Op::values, words, a, b.at(0, n), way, asks ? soon : Ahead());
     }
 }

@@ -89,18 +89,12 @@ INLINE vhh narrow(vf a, vf b) {
 }
 
 // Past the caches, for what is not read again soon: `p` on a boundary of 2 VL values of T.
-INLINE void stream(float* p, vf a, vf b) {
+template <class T>
+INLINE void stream(T* p, vf a, vf b) {
 #if defined(__AVX512F__)
-    _mm512_stream_ps(p, (__m512)a);
-    _mm512_stream_ps(p + VL, (__m512)b);
-#else
-    store(p, a);
-    store(p + VL, b);
-#endif
-}
-INLINE void stream(bf16* p, vf a, vf b) {
-#if defined(__AVX512F__)
-    _mm512_stream_si512((__m512i*)p, (__m512i)narrow(a, b));
+    if (sizeof(T) == 2) return _mm512_stream_si512((__m512i*)p, (__m512i)narrow(a, b));
+    _mm512_stream_ps((float*)p, (__m512)a);
+    _mm512_stream_ps((float*)p + VL, (__m512)b);
 #else
     store(p, a);
     store(p + VL, b);

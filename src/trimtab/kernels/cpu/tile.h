@@ -150,15 +150,13 @@ void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word*
             }
         }
     };
-    const bool two = ask.bytes > K / VL * 64;
-    for (long line = 0; ask.rows && line < ask.bytes && k + VL <= K; line += 64) {
-        for (long i = 0; i < ask.rows; i++) __builtin_prefetch(ask.p + i * ask.ld + line, 0, 2);
-        if (two) {
-            line += 64;
-            for (long i = 0; i < ask.rows; i++) __builtin_prefetch(ask.p + i * ask.ld + line, 0, 2);
+    const long lines = ask.bytes > K / VL * 64 ? 2 : 1;
+    for (long line = 0; ask.rows && line < ask.bytes && k + VL <= K; line += 64 * lines)
+        for (long part = 1, i = 0; part <= 4; part++) {  // not all at once, for they would wait for one another
+            for (; i < part * ask.rows / 4; i++)
+                for (long l = 0; l < lines; l++) __builtin_prefetch(ask.p + i * ask.ld + line + 64 * l, 0, 2);
+            steps(k + VL / 4);
         }
-        steps(k + VL);
-    }
     steps(K);
     UNROLL for (int i = 0; i < M; i++) {
         if (c.from)
