@@ -69,9 +69,7 @@ def layout_of(parts: dict[str, float], *, room: float, **options: Any) -> Layout
         ({"weights": 15}, {"replicate": 2}, "weights 15 in .*; --replicate 1"),
     ],
 )
-def test_what_does_not_fit_says_stage_category_and_switch(
-    parts: dict[str, float], options: dict[str, Any], said: str
-) -> None:
+def test_what_does_not_fit_says_what_would_help(parts: dict[str, float], options: dict[str, Any], said: str) -> None:
     layout = layout_of(parts, room=8, **options)
     assert layout.left < 0
     assert layout.words.startswith("no, ")
