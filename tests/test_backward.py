@@ -131,9 +131,7 @@ def test_autocast_reaches_no_backward() -> None:
 
 @pytest.mark.parametrize("kernels", ["auto", "torch", "grouped_mm"])
 @pytest.mark.parametrize("make", LAYERS)
-def test_without_gradients_a_forward_has_the_same_bits_and_refuses_tangents(
-    make: Callable[..., object], kernels: str
-) -> None:
+def test_a_forward_without_gradients_has_its_bits_and_no_tangents(make: Callable[..., object], kernels: str) -> None:
     _, run = make(kernels)  # type: ignore[misc]
     x = torch.randn(10, 16)
     true = run(x)

@@ -19,17 +19,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.ranks import run_ranks
-from helpers.weights import expert_weights
 from trimtab import AllGather, AllToAll, Dispatcher, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig, SharedMemory
 from trimtab.errors import InputError
-from trimtab.experts.mlp import expert_mlp
-from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes import MXFP8
 from trimtab.kernels.choose import KernelChoice
-from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.moe import MoE
 from trimtab.plan.ledger import Ledger
-from trimtab.plan.unrun import UnrunGlue, UnrunKernels
+from trimtab.plan.unrun import UnrunGlue, kernels_without_values
 from trimtab.plan.without_values import WithoutValues
 from trimtab.routing.recompute import replay_in_recompute
 
@@ -142,24 +138,17 @@ def layer_peak(mode: Any, kernels: Any, run_by: Any, dtype: torch.dtype, **optio
         x = torch.randn(2048, 256, requires_grad=True, dtype=dtype)
         even = torch.arange(2048 * K).view(2048, K) % E if run_by is None else None
         layer(x, ids=even).y.sum().backward()  # its self-test is not part of it
-        with Ledger(kernels=run_by) as ledger:
+        with Ledger(kernels=run_by and (lambda _: run_by)) as ledger:
             layer(x, ids=even).y.sum().backward()
     return ledger.peak()[0]
 
 
-def test_the_ledger_counts_memory_of_what_is_not_there() -> None:
-    """The bytes of the real layer by the same kernels, all experts at once."""
-    real, fake = (
-        layer_peak(mode, "grouped_mm", GroupedMMBackend() if fake else None, torch.float32)
-        for mode, fake in ((nullcontext(), False), (WithoutValues(), True))
-    )
-    assert fake == pytest.approx(real, rel=0.002)  # a plan whose rows nobody has counted is two numbers longer
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_kernels_say_what_they_hold_inside(dtype: torch.dtype) -> None:
-    real = layer_peak(nullcontext(), "cpu", None, dtype)
-    fake = layer_peak(WithoutValues(), "cpu", UnrunKernels(), dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["cpu", "torch", "grouped_mm"])
+def test_the_ledger_counts_memory_of_what_is_not_there(name: str, dtype: torch.dtype) -> None:
+    """Of float16 C++ leaves the most to PyTorch, expert by expert."""
+    real = layer_peak(nullcontext(), name, None, dtype)
+    fake = layer_peak(WithoutValues(), name, kernels_without_values(name, "cpu"), dtype)
     assert fake == pytest.approx(real, rel=0.01)
 
 
@@ -175,16 +164,6 @@ def test_kernels_of_triton_say_what_they_hold(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("trimtab.kernels.selftest.self_test", lambda *_: SimpleNamespace(fault=None))
     real = layer_peak(nullcontext(), KernelChoice(glue.GluedBackend()), None, torch.float32)
     assert layer_peak(WithoutValues(), "grouped_mm", UnrunGlue(), torch.float32) == pytest.approx(real, rel=0.002)
-
-
-def test_stock_products_read_nothing_either() -> None:
-    kernels, bf16 = GroupedMMBackend(), torch.bfloat16
-    with torch.device("meta"):
-        up, down = (torch.randn(E, *s, dtype=bf16, requires_grad=True) for s in ((2 * HIDDEN, D), (D, HIDDEN)))
-        x, w = torch.randn(9, D, dtype=bf16, requires_grad=True), torch.rand(9, K, requires_grad=True)
-        plan = plan_experts(torch.zeros(9, K, dtype=torch.long), E, kernels=kernels)
-        expert_mlp(x, w, plan, *expert_weights(up=up, down=down), "swiglu", kernels).sum().backward()
-    assert all(t.grad is not None for t in (x, w, up, down))
 
 
 @pytest.mark.parametrize("mode", ["fake", "symbolic", "real"])

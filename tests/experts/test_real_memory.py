@@ -126,9 +126,7 @@ def test_rows_and_weights_in_other_tensors_are_read_as_torch_reads_them(dtype: t
 @pytest.mark.usefixtures("no_graph_stays")
 @DTYPES
 @pytest.mark.parametrize("name", ["gate_up", "down", "gate_up_bias", "down_bias"])
-def test_quantised_parameters_are_refused_by_name_and_those_on_their_way_are_awaited(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_quantized_parameters_are_refused_by_name_and_those_on_the_way_awaited(name: str, dtype: torch.dtype) -> None:
     mlp, x, ids, w, _ = inputs(dtype, "auto")
     truth, param = mlp(x, ids, w).detach(), getattr(mlp, name).detach()
     setattr(mlp, name, torch.nn.Parameter(AsyncCollectiveTensor(param), requires_grad=False))

@@ -51,9 +51,7 @@ def run(
 
 @pytest.mark.parametrize(("dim", "hidden"), [(80, 48), (300, 1100), (96, 64), (416, 288), (300, 260)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_s_bits_depend_on_that_row_alone(
-    dtype: torch.dtype, dim: int, hidden: int, kernels: CompiledKernels
-) -> None:
+def test_bits_of_a_row_depend_on_it_alone(dtype: torch.dtype, dim: int, hidden: int, kernels: CompiledKernels) -> None:
     """Expert rows from one to many: of few the weights are read where they lie, if widths are multiples of 32."""
     if dtype is torch.float32 and kernels is not compiled_kernels():
         pytest.skip("whose bits are the same on all, see below")

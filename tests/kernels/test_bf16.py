@@ -66,9 +66,7 @@ def test_this_machine_s_library_says_what_it_lacks() -> None:
 
 
 @pytest.mark.parametrize("wrong", [("amx-bf16",), ("amx-bf16", "avx512-bf16")])
-def test_wrong_products_are_found_and_the_next_ones_taken(
-    wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_products_are_found_and_the_next_taken(wrong: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     right = CompiledKernels.backward
 
     def sometimes(self: CompiledKernels, fields: dict[str, torch.Tensor]) -> None:

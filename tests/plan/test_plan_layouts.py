@@ -59,22 +59,17 @@ def layout_of(parts: dict[str, float], *, room: float, **options: Any) -> Layout
         ({"weights": 5, "activations": 9}, {}, "activations 9 in the backward of the head; --gradient-checkpointing"),
         ({"weights": 5, "activations": 4, "exchange": 4}, {}, "activations 4 in the backward of the head; --gradient-"),
         ({"weights": 5, "gathered": 8}, {"ep": 1, "gradient_checkpointing": True}, "gathered 8 in the .*; --ep 2"),
-        (
-            {"weights": 5, "gathered": 8},
-            {"tp": 2, "ep": 2, "gradient_checkpointing": True},
-            "gathered 8 in the .*; --ep 4",
-        ),
+        ({"gathered": 9}, {"tp": 2, "ep": 2, "gradient_checkpointing": True}, "gathered 9 in the .*; --ep 4"),
         ({"weights": 5, "exchange": 8}, {"gradient_checkpointing": True}, "exchange 8 in .*; --replicate-experts 0.1"),
         ({"weights": 5, "other": 8}, {"gradient_checkpointing": True}, "other 8 in .*; --batch-size 1"),
         ({"weights": 5, "other": 8}, {"batch_size": 1, "gradient_checkpointing": True}, "; a shorter --seq-len"),
         ({"weights": 5, "moments": 10}, {}, "moments 10 in .*; more ranks, or --lora 16"),
         ({"weights": 15}, {"lora": 4}, "weights 15 in .*; more ranks, or --quantize nf4"),
+        ({"weights": 15}, {"lora": 4, "quantize": "packed"}, "weights 15 in .*; more ranks, or --quantize nf4"),
         ({"weights": 15}, {"replicate": 2}, "weights 15 in .*; --replicate 1"),
     ],
 )
-def test_what_does_not_fit_says_stage_category_and_switch(
-    parts: dict[str, float], options: dict[str, Any], said: str
-) -> None:
+def test_what_does_not_fit_says_what_would_help(parts: dict[str, float], options: dict[str, Any], said: str) -> None:
     layout = layout_of(parts, room=8, **options)
     assert layout.left < 0
     assert layout.words.startswith("no, ")

@@ -17,11 +17,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import trimtab
 from helpers.ranks import run_ranks
 from trimtab.dispatch import planned as transport
+from trimtab.errors import ConfigError
 from trimtab.plan.ledger import Ledger
 from trimtab.plan.traffic import SKEWS, draw
 
@@ -129,6 +132,19 @@ def test_the_busiest_rank_holds_what_is_planned(way: str, tokens: int) -> None:
     assert sum(plan.parts.values()) == plan.peak
     assert plan.biggest[0][0] == max(size for size, _, _ in plan.biggest)
     assert planned(skew="worst").peak >= held
+
+
+def test_ddp_takes_its_options_by_place_too_and_no_hooks() -> None:
+    def planned(*options: Any, **named: Any) -> int:
+        way = lambda model, _: DistributedDataParallel(model[0].wide, *options, **named)  # noqa: E731
+        step = lambda model: model(torch.randn(2, D)).sum().backward()  # noqa: E731
+        return trimtab.plan_memory(partial(build, way), step, ranks=RANKS).peak
+
+    viewed = planned(gradient_as_bucket_view=True)
+    assert planned(None, None, 0, None, True, None, None, False, False, True) == viewed < planned()
+    hooked: Any = lambda model: model.register_comm_hook(None, fp16_compress_hook)  # noqa: E731
+    with pytest.raises(ConfigError, match="comm hook fp16_compress_hook cannot be planned"):
+        trimtab.plan_memory(partial(build, in_ddp), hooked, ranks=RANKS)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -79,7 +79,7 @@ def test_a_rank_holds_its_share(way: str, device: str) -> None:
         spread(model)
         world.fill(model)
         assert all(map(is_fake, model.parameters()))
-        with world.mode, Ledger(kernels=GroupedMMBackend()) as ledger:
+        with world.mode, Ledger(kernels=lambda _: GroupedMMBackend()) as ledger:
             ledger.know(model.parameters(), "weights")
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
             for _ in range(2):

@@ -28,7 +28,7 @@ from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.integrations.transformers.summary import SHARDED
 from trimtab.kernels.choose import get_backend
 from trimtab.train.config import Mesh, TrainConfig
-from trimtab.train.models import inspect, packed
+from trimtab.train.models import inspect, packed, trained_skeleton
 from trimtab.train.plan import plan_run
 from trimtab.train.resume import check_resume, resumed
 from trimtab.train.sources import find_groups
@@ -116,14 +116,8 @@ def compiled() -> None:
 
 
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize(
-    "layout",
-    [{}, {"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 1, "dtype": "bfloat16"}],
-    ids=lambda layout: "-".join(layout) or "alone",
-)
-def test_a_frozen_base_is_packed_unasked_and_nothing_else_changes(
-    layout: dict[str, Any], text: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 1, "dtype": "bfloat16"}], ids=str)
+def test_a_frozen_base_is_packed_unasked_with_the_same_bits(layout: dict[str, Any], text: Path, tmp_path: Path) -> None:
     outs = [tmp_path / "packed", tmp_path / "plain"]
     config = TrainConfig(
         model="mixtral", data=(str(text),), seq_len=16, batch_size=2, max_steps=2, lr=0.01, lora=2, save_every=1,
@@ -140,7 +134,10 @@ def test_a_frozen_base_is_packed_unasked_and_nothing_else_changes(
 def test_who_is_packed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
     config, skeleton = TrainConfig(model="mixtral", lora=2), inspect("mixtral")
     mesh = Mesh.of(config, world=2, num_experts=8)
-    assert packed(config, skeleton, mesh) == replace(config, quantize="packed")
+    codes = replace(config, quantize="packed")
+    assert packed(config, skeleton, mesh) == packed(config, skeleton, mesh, "cpu") == codes
+    assert packed(config, skeleton, mesh, "cuda") == config
+    assert trained_skeleton(tiny("mixtral").half(), codes.resolved()), "whatever they are in the checkpoint"
     for given in ({"lora": None}, {"quantize": "int8"}, {"kernels": "torch"}):
         asked = replace(config, **given)
         assert packed(asked, skeleton, mesh) == asked
@@ -151,7 +148,7 @@ def test_who_is_packed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
     assert packed(config, normed, mesh) == config, "C++ would leave it to blocks"
     assert not capsys.readouterr().err
     assert packed(config, tiny("mixtral", hidden=40), mesh) == config
-    assert "experts are not packed: packed has blocks of 32" in capsys.readouterr().err
+    assert "experts are not packed: --quantize packed: packed has blocks of 32" in capsys.readouterr().err
 
 
 def test_what_trains_is_said_first(alone: Path, pair: Path) -> None:

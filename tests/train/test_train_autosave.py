@@ -327,9 +327,7 @@ def test_where_the_terminal_is_gone_no_rank_writes_to_it(endless: Any) -> None:
 
 
 @pytest.mark.parametrize("crashed", [False, True])
-def test_a_crash_after_a_signal_is_no_interruption(
-    tmp_path: Path, crashed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_after_a_signal_is_a_crash(tmp_path: Path, crashed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank ends as it was told to, the other so or by an error of its own."""
     words = ({"message": "interrupted", "expected": True, "follows": True}, {"message": "KeyError: 'x'"})
     failures = {}

@@ -256,9 +256,7 @@ def test_what_came_after_the_checkpoint_goes(whole: Path, tmp_path: Path) -> Non
         assert not (folder / "final").exists()
 
 
-def test_what_a_run_that_goes_on_removes_counts_as_room(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_resumed_run_removes_is_room(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = shutil.copytree(whole, tmp_path / "run")
     given = {"resume": str(out / "checkpoints" / "step-00000002"), "out": str(out), "overwrite": True}
     often = plan_run(resumed({**given, "save_every": 1, "keep": 2}), 2).with_steps()

@@ -97,12 +97,11 @@ def run(options: argparse.Namespace) -> int:
     if skewed:
         fits = [f"{row.skew} {row.peak[1] / 1e9:.3g}{'' if row.left >= 0 else ' (does not fit)'}" for row in skewed]
         print(f"skew    the first layout, in GB: {', '.join(fits)}")
-    if more := len(every) - len(rows):
-        fix = "fix --ep, --tp, --replicate"
-        print(f"{more} further layouts divide and were not tried: --layouts {len(every)}, or {fix}")
-    found: dict[str, Any] = {"ranks": options.ranks, "gb": options.gb}
-    found |= {name: [row.as_json() for row in given] for name, given in (("layouts", rows), ("skew", skewed))}
-    (out / "plan.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if n := len(every) - len(rows):
+        print(f"{n} further layouts divide and were not tried: --layouts {len(every)}, or fix --ep, --tp, --replicate")
+    told = {name: [row.as_json() for row in each] for name, each in (("layouts", rows), ("skew", skewed))}
+    told = {"ranks": options.ranks, "gb": options.gb, **told}
+    (out / "plan.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     print(f"json    {out / 'plan.json'}")
     if not best.refused:
         print(f"picture {draw(best, out / 'plan.png')}")

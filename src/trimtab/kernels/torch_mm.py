@@ -41,13 +41,16 @@ class TorchBackend:
         return self.pool.empty_like(like, dtype)
 
     def blocks(self, offsets_e: Tensor, rows: int, together: int = 0) -> Iterator[Block]:
-        cuts, first = offsets_e.tolist(), 0
+        cuts, first = self.cuts(offsets_e, rows), 0
         sizes = tuple(end - start for start, end in itertools.pairwise(cuts))
         for i, after in enumerate([*cuts[2:], math.inf]):
             if not together or after - cuts[first] > together:
                 part, e = slice(cuts[first], cuts[i + 1]), slice(first, i + 1)
                 yield Block(e, part, offsets_e[first : i + 2] - part.start, sizes[e])
                 first = i + 1
+
+    def cuts(self, offsets_e: Tensor, rows: int) -> list[int]:
+        return offsets_e.tolist()
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # Without native instructions a float32 GEMM is four times faster than an emulated narrow one, casts included.
@@ -134,7 +137,7 @@ class GroupedMMBackend:
         (out_eAB, *both), wide = as_it_lies(out_eAB, a_RA, b_RB), a_RA.element_size()
         a_RA, b_RB = map(row_major, both)
         part = max(AT_ONCE // max(len(out_eAB) * out_eAB.shape[2] * wide, 1) // 64, 1) * 64
-        for out, a in zip(out_eAB.split(part, 1), a_RA.split(part, 1), strict=True):
+        for out, a in zip(torch.split(out_eAB, part, 1), torch.split(a_RA, part, 1), strict=True):
             self.write(torch.nn.functional.grouped_mm(a.t(), b_RB, offs=block.ends_e), block, out, add)
 
     def write(self, dw: Tensor, block: Block, out: Tensor, add: bool) -> None:

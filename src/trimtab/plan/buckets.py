@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from trimtab.errors import ConfigError
 from trimtab.plan.ledger import Ledger
 from trimtab.plan.without_values import World
 
@@ -22,7 +24,8 @@ OPTIONS |= dict.fromkeys(("device_ids", "output_device"))
 
 @contextmanager
 def ddp_without_values(world: World, ledger: Ledger) -> Iterator[None]:
-    """Have models that go into DDP inside be filled before, and its buckets known as gradients. Runs no comm hooks."""
+    """Have models that go into DDP inside be filled before, and its buckets known as gradients. Comm hooks
+    of one's own, which would wait for values, raise ConfigError."""
     own, hook = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     def reduced(group: dist.ProcessGroup, bucket: Tensor) -> Any:
@@ -30,12 +33,17 @@ def ddp_without_values(world: World, ledger: Ledger) -> Iterator[None]:
         return dist.all_reduce(bucket, group=group, async_op=True).get_future().then(lambda _: bucket)
 
     @wraps(own)
-    def made(wrapped: DistributedDataParallel, module: nn.Module, *_devices: Any, **options: Any) -> None:
-        world.fill(module)
+    def made(*given: Any, **options: Any) -> None:
+        told = signature(own).bind(*given, **options).arguments
+        world.fill(told["module"])
         with world.mode:
-            own(wrapped, module, **options | OPTIONS)
+            own(**told | OPTIONS)
+        wrapped = told["self"]
         hook(wrapped, wrapped.process_group, lambda group, bucket: reduced(group, bucket.buffer()))
 
+    def refused(_: Any, __: object, hook: Any) -> None:
+        raise ConfigError(f"DDP's comm hook {hook.__qualname__} cannot be planned: plan without it, or with FSDP2")
+
     as_made = patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False)  # in another order, no larger
-    with as_made, patch.multiple(DistributedDataParallel, __init__=made, register_comm_hook=lambda *_: None):
+    with as_made, patch.multiple(DistributedDataParallel, __init__=made, register_comm_hook=refused):
         yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,22 +18,23 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trimtab.optim import newton_schulz
+from trimtab.plan.ledger import Ledger
+from trimtab.plan.unrun import kernels_without_values
 
 MB = 1 << 20
-HOLDS: dict[str, tuple[str, ...]] = {"gloo": ("_allgather_base_", "_reduce_scatter_base_"), "nccl": ()}
-"""By the kind of network: parts of names of collectives of which it holds the larger tensor once more meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """kind: the type of torch's device. network: see `HOLDS`. rounding: bytes to which the allocator rounds a size up.
-    outside: bytes beside the allocator's, in words. free: of all memory, what is to be left to fragmentation. foreach:
-    whether PyTorch's optimizers step all parameters of a group at once there, if none is a DTensor. bytes: all its
-    memory, None for as much as it takes. flops, link: FLOPs, and bytes that leave it, in a second at the most.
+    """kind: the type of torch's device. twice: parts of names of collectives of which the network holds the larger
+    tensor once more meanwhile. rounding: bytes to which the allocator rounds a size up. outside: bytes beside the
+    allocator's, in words. free: of all memory, what is to be left to fragmentation. foreach: whether PyTorch's
+    optimizers step all parameters of a group at once there, if none is a DTensor. bytes: all its memory, None for as
+    much as it takes. flops, link: FLOPs, and bytes that leave it, in a second at the most.
     """
 
     kind: str
-    network: str
+    twice: tuple[str, ...] = ()
     rounding: int = 1
     outside: Mapping[str, int] = field(default_factory=dict)
     free: float = 0.0
@@ -47,10 +49,13 @@ class Device:
         whole = float("inf") if self.bytes is None else self.bytes
         return whole * (1 - self.free) - sum(self.outside.values())
 
+    def ledger(self) -> Ledger:
+        """Of tensors without values."""
+        return Ledger(self.rounding, partial(kernels_without_values, kind=self.kind), self.holds)
+
     def holds(self, func: Any, args: tuple[Any, ...]) -> int:
         """Bytes that the network holds inside an operator."""
-        held = any(name in str(func) for name in HOLDS[self.network])
-        return max(args[0].nbytes, args[1].nbytes) if held else 0  # output and input
+        return max(args[0].nbytes, args[1].nbytes) if any(name in str(func) for name in self.twice) else 0
 
     @contextmanager
     def as_there(self) -> Iterator[None]:
@@ -67,9 +72,9 @@ class Device:
 
 
 DEVICES: dict[str, Device] = {
-    "cpu": Device(kind="cpu", network="gloo"),
+    "cpu": Device(kind="cpu", twice=("_allgather_base_", "_reduce_scatter_base_")),
     "cuda": Device(
-        kind="cuda", network="nccl", rounding=512, free=0.08, foreach=True,
+        kind="cuda", rounding=512, free=0.08, foreach=True,
         outside={"CUDA context": 500 * MB, "NCCL": 600 * MB, "cuBLAS workspace": 64 * MB},
     ),
 }  # fmt: skip

@@ -20,19 +20,20 @@ from trimtab.plan.unrun import kernels_without_values
 from trimtab.plan.without_values import World
 from trimtab.train.config import Mesh, TrainConfig
 from trimtab.train.loading import build_model
-from trimtab.train.models import check_model, check_sharded, num_experts
+from trimtab.train.models import check_model, check_sharded, num_experts, packed
 from trimtab.train.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One layout of a run. experts: of a layer. refused: why the run would not start; "" where `stages` are planned."""
+    """experts: of a layer. kernels: what multiplies them. refused: why the run would not start, or ""."""
 
     config: TrainConfig
     mesh: Mesh
     device: Device
     skew: str
     experts: int
+    kernels: str = ""
     stages: Stages | None = None
     refused: str = ""
 
@@ -76,14 +77,15 @@ class Layout:
         smaller = f"--batch-size {config.batch_size // 2}" if config.batch_size > 1 else "a shorter --seq-len"
         shared = mesh.fsdp * mesh.tp
         fits = (n for n in range(mesh.ep + 1, shared + 1) if shared % n == self.experts % n == n % mesh.tp == 0)
-        fewer = "more ranks" if config.quantize else f"more ranks, or --{'quantize nf4' if config.lora else 'lora 16'}"
-        states = "--replicate 1" if mesh.replicate > 1 else fewer
+        less = "--lora 16" if mesh.tp == 1 else "--lora 16 --lora-targets experts"
+        less = "--quantize nf4" if config.lora and mesh.tp <= mesh.ep else "" if config.lora else less
+        states = "more ranks" if config.quantize in ("nf4", "keep") or not less else f"more ranks, or {less}"
         switches = {
             "activations": smaller if config.gradient_checkpointing else "--gradient-checkpointing",
             "gathered": smaller if (more := next(fits, None)) is None else f"--ep {more}",
             "exchange": "--replicate-experts 0.1" if config.replicate_experts == "off" and mesh.ep > 1 else smaller,
             **dict.fromkeys(("other", "copies"), smaller),
-            **dict.fromkeys(("weights", "moments", "gradients"), states),
+            **dict.fromkeys(("weights", "moments", "gradients"), "--replicate 1" if mesh.replicate > 1 else states),
         }
         again = 0 if config.gradient_checkpointing else parts["exchange"] + parts["copies"]  # which go with them
         held = parts | {"activations": parts["activations"] + again}
@@ -102,7 +104,8 @@ class Layout:
         if self.stages is None:
             return told | {"refused": self.refused}
         stage, most, _ = self.peak
-        told |= {"peak": most, "at": stage, "stages": self.stages.parts, "outside": dict(self.device.outside)}
+        told |= {"kernels": self.kernels, "outside": dict(self.device.outside)}
+        told |= {"peak": most, "at": stage, "stages": self.stages.parts}
         told |= {"at least seconds": self.seconds, "flops": self.stages.flops, "moved": dict(self.stages.moved)}
         return told | ({} if self.left >= 0 else {"refused": self.words})
 
@@ -133,15 +136,15 @@ def plan_layout(config: TrainConfig, mesh: Mesh, device: Device, skew: str = "ev
         with World(mesh.world) as world, planned(traffic, rounds=device.kind == "cpu"):
             model = build_model(few_layers(skeleton.config, chosen), config, mesh, transport=NAME)
             world.fill(model)
-            kernels = kernels_without_values(config.kernels, device.kind)
-            return measure(model, trained(model, config, mesh), world, device=device, kernels=kernels)
+            return measure(model, trained(model, config, mesh), world, device=device)
 
     found: Any = {"config": config, "mesh": mesh, "device": device, "skew": skew, "experts": num_experts(skeleton)}
-    kinds = kinds_of(skeleton)
     try:
+        found["kernels"] = kernels_without_values(config.kernels, device.kind).name
+        config = packed(config, skeleton, mesh, device.kind)
         check_model(config, skeleton, mesh, ())
         check_sharded(() if config.model in PRESETS else mapping_of(skeleton), skeleton, mesh)
-        return Layout(**found, stages=extrapolated(kinds, run))
+        return Layout(**found, stages=extrapolated(kinds_of(skeleton), run))
     except TrimtabError as error:
         return Layout(**found, refused=error.message)
     except (ValueError, RuntimeError, NotImplementedError) as error:  # of what transformers does not shard so

@@ -1,15 +1,8 @@
 """A ledger of memory: the birth, the death, the size, the operator and the phase of every storage, real or fake.
 
-    with Ledger() as ledger:
-        ledger.know(model.parameters(), "weights")
-        ledger.phase = "forward"
-        ...                             # gradients and moments are known from optimizers' steps
-    most, at = ledger.peak()
-    ledger.categories(at)
-
 It sees operators, of ours also what is made inside, and `UntypedStorage.resize_`, by which FSDP2 takes memory.
-What a storage is for is asked afterwards: what becomes a gradient or a moment is known by then. A time is the number of
-births and deaths before it, so no two of these fall together.
+What a storage is for is asked afterwards: what becomes a gradient or a moment is known by then, from optimizers' steps.
+A time is the number of births and deaths before it, so no two of these fall together.
 """
 
 from __future__ import annotations
@@ -19,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -31,7 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import name_of
 from trimtab.operators import KERNELS
 
@@ -66,15 +59,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         rounding: sizes are rounded up to multiples of so many bytes, as an allocator does.
-        kernels: for tensors without values, by which the operators of experts are run inside.
-        holds: the bytes that an operator holds while it runs, by the operator and its arguments, beside what it
-            returns and what is seen inside.
+        kernels: for tensors without values, the backend that operators of experts run by inside, of a name.
+        holds: the bytes that an operator holds beside what is seen, by the operator and its arguments.
     """
 
-    def __init__(
-        self, *, rounding: int = 1, kernels: Backend | None = None,
-        holds: Callable[[Any, tuple[Any, ...]], int] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, rounding: int = 1, kernels: Any = None, holds: Callable[..., int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.storages: list[Storage] = []
@@ -84,9 +73,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moved: Counter[str] = Counter()
         self._living: dict[int, Storage] = {}
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._rounding, self._kernels, self._holds = rounding, kernels, holds
+        self._rounding, self._kernels, self._holds = rounding, kernels and cache(kernels), holds
         self.flops = self._depth = 0
-        self._inside = self._paused = False
+        self._paused = False
         self._undo = ExitStack()
 
     @property
@@ -135,8 +124,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return changes[:-1].cumsum(0)
 
     def biggest(self, at: int, count: int = 10) -> list[Storage]:
-        alive = [s for s in self.storages if s.born <= at and (s.died is None or at < s.died)]
-        return sorted(alive, key=lambda s: -s.size)[:count]
+        return sorted((s for s in self.storages if s.born <= at < (s.died or at + 1)), key=lambda s: -s.size)[:count]
 
     def category(self, storage: Storage) -> str:
         """As it was said to be, or else of the operator that made it; what a forward leaves are activations."""
@@ -194,7 +182,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in given:
             self._meet(tensor, name, counts=lent)
         result = self._run(func, schema, args, kwargs)
-        if func.overloadpacket in flop_registry and not self._inside:
+        if func.overloadpacket in flop_registry and self._depth == 1:
             self.flops += int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
         made = [*_tensors(result)]
         for tensor in made:
@@ -217,11 +205,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func not in KERNELS:
             return func(*args, **kwargs)
         given = list(args)
-        if self._kernels is not None:
-            name = name_of(self._kernels)
-            given = [name if of.name == "kernels" else a for of, a in zip(schema.arguments, args, strict=False)]
+        for i in [i for i, of in enumerate(schema.arguments[: len(args)]) if of.name == "kernels" and self._kernels]:
+            given[i] = args[i] if args[i].startswith("@") else name_of(self._kernels(args[i]))
         try:
-            with patch.object(self, "_inside", True), self:
+            with self:
                 return KERNELS[func](*given, **kwargs)
         except DataDependentOutputException:
             return func(*args, **kwargs)

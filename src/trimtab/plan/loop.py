@@ -10,10 +10,9 @@ from torch import nn
 
 from trimtab.dispatch.options import COPY_COST, ExchangeOptions, Replication
 from trimtab.dispatch.planned import planned
-from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.plan.buckets import ddp_without_values
 from trimtab.plan.device import DEVICES
-from trimtab.plan.ledger import FORWARD, Ledger
+from trimtab.plan.ledger import FORWARD
 from trimtab.plan.traffic import Traffic
 from trimtab.plan.without_values import World
 
@@ -42,16 +41,14 @@ def plan_memory(
             tensors that it makes have no values, and it reads none.
         skew: how tokens fall, one of `trimtab.plan.traffic.SKEWS`, or the path of a run's metrics.jsonl.
         replicate_experts, copy_cost: as the layers have them.
-        device: "cuda", or "cpu" with Gloo: how sizes are rounded, and what the network holds.
+        device: "cuda", or "cpu" with Gloo: its rounding, its network, the kernels that layers' names stand for there.
 
     Raises:
         ConfigError: there is a process group already; the skew is none.
     """
     options = ExchangeOptions(replicate_experts=replicate_experts, copy_cost=copy_cost)
     kind, traffic = DEVICES[device], Traffic(skew=skew, replication=options.replication)
-    ledger = Ledger(rounding=kind.rounding, kernels=GroupedMMBackend(), holds=kind.holds)
-    of_rank, exchange = World(ranks, rank), planned(traffic, rounds=device == "cpu")
-
+    of_rank, exchange, ledger = World(ranks, rank), planned(traffic, rounds=device == "cpu"), kind.ledger()
     with of_rank as world, exchange, kind.as_there(), ddp_without_values(world, ledger):
         model = build()
         world.fill(model)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,15 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
-from trimtab.kernels.api import Backend
-from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.plan.device import DEVICES, Device
 from trimtab.plan.ledger import CATEGORIES, FORWARD, Ledger
 from trimtab.plan.without_values import World
 
 LAYERS, HEAD, BETWEEN, OPTIMIZER = f"{FORWARD} of layers", "backward of the head", "backward of layers", "optimizer"
-KEPT = 2
-"""Layers of each kind at each end of a model of few layers."""
 DENSE = ("first_k_dense_replace", "num_dense_layers")
 """Names that configurations have for the number of first layers of another kind."""
 
@@ -122,11 +118,9 @@ def _by_layer(config: Any, layers: int) -> dict[str, Sequence[Any]]:
     return {name: value for name, value in fields.items() if len(value) == layers and not name.startswith("_")}
 
 
-def measure(
-    model: nn.Module, step: Step, world: World, *, device: Device = DEVICES["cpu"], kernels: Backend | None = None
-) -> Stages:
-    """The stages of the second step of a model that was filled: the first one makes moments. kernels: see `Ledger`."""
-    ledger = Ledger(rounding=device.rounding, kernels=kernels or GroupedMMBackend(), holds=device.holds)
+def measure(model: nn.Module, step: Step, world: World, *, device: Device = DEVICES["cpu"]) -> Stages:
+    """The stages of the second step of a model that was filled: the first one makes moments."""
+    ledger = device.ledger()
     model.train()
     with device.as_there(), _hooked(model, ledger), world.mode, ledger:
         ledger.know([*model.parameters(), *model.buffers()], "weights")
@@ -160,13 +154,12 @@ def _step(step: Step, optimizer: torch.optim.Optimizer, ledger: Ledger) -> int:
 def _names(model: Any, layers: Sequence[nn.Module]) -> dict[int, str]:
     """The stages of backwards of layers, of each kind: the first, the second, before which FSDP2 gathers another layer
     for the last time, and the last."""
-    kinds, found = kinds_of(model), dict[int, str]()
-    for number, kind in enumerate(dict.fromkeys(kinds)):
-        own = [i for i, other in enumerate(kinds) if other == kind]
+    alike = {f" of kind {i}": own for i, own in enumerate(_places(kinds_of(model)).values())}
+    found: dict[int, str] = {}
+    for name, own in (alike | {"": range(len(layers))}).items():
         places = {own[min(1, len(own) - 1)]: "second", own[-1]: "last", own[0]: "first"}
-        found |= {i: f"backward of the {which} layer of kind {number}" for i, which in places.items()}
-    ends = {1: "second", len(layers) - 1: "last", 0: "first"}
-    return found | {i: f"backward of the {which} layer" for i, which in ends.items()}
+        found |= {i: f"backward of the {which} layer{name}" for i, which in places.items()}
+    return found
 
 
 @contextmanager
@@ -184,13 +177,11 @@ def _hooked(model: nn.Module, ledger: Ledger) -> Iterator[None]:
         if ledger.phase.startswith(FORWARD) and tensor.requires_grad:
             tensor.register_hook(lambda _: setattr(ledger, "phase", name))
 
-    hooks = [each.register_forward_hook(partial(leave, names.get(i, BETWEEN))) for i, each in enumerate(layers)]
-    hooks.append(layers[-1].register_forward_pre_hook(enter))
-    try:
+    with ExitStack() as undo:
+        for i, each in enumerate(layers):
+            undo.callback(each.register_forward_hook(partial(leave, names.get(i, BETWEEN))).remove)
+        undo.callback(layers[-1].register_forward_pre_hook(enter).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _points(ledger: Ledger, since: int, until: int) -> Points:
@@ -207,9 +198,8 @@ def extrapolated(kinds: Sequence[Hashable], run: Callable[[Sequence[int]], Stage
 
     run: the stages of a model of these layers alone, by their numbers, of which it is given the first and the last.
     """
-    counts = Counter(kinds)
-    own = {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in counts}
-    ends = {i for places in own.values() for i in (*places[:KEPT], *places[-KEPT:])}
+    own = _places(kinds)
+    ends = {i for places in own.values() for i in (*places[:2], *places[-2:])}
     base = run(sorted(ends))
     points, flops, moved = dict(base.points), base.flops, Counter(base.moved)
     for places in own.values():
@@ -225,6 +215,11 @@ def extrapolated(kinds: Sequence[Hashable], run: Callable[[Sequence[int]], Stage
     if any(bool((part.bytes < 0).any()) for part in points.values()):
         return run(range(len(kinds)))  # no fixed places
     return Stages(points, flops, moved, base.ledger)
+
+
+def _places(kinds: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """Which layers are of each kind."""
+    return {kind: [i for i, other in enumerate(kinds) if other == kind] for kind in kinds}
 
 
 def _added(whole: Points, few: Points, more: Points, times: int) -> Points:

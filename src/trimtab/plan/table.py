@@ -45,7 +45,8 @@ def table(rows: Sequence[Layout], device: Device) -> Iterator[str]:
     outside = ", ".join(f"{name} {count / 1e9:.2f}" for name, count in device.outside.items())
     added = f"Beside them, in GB, by estimate: {outside}. " if outside else ""
     rates = f"{device.flops / 1e12:g} TFLOP/s and {device.link / 1e9:g} GB/s"
-    yield f"The columns are in {named}. {added}At least: at {rates}."
+    kernels = "".join(f" Kernels: {name}." for name in sorted({row.kernels for row in planned}))
+    yield f"The columns are in {named}. {added}At least: at {rates}.{kernels}"
 
 
 def memory_lines(config: TrainConfig, ranks: int) -> Iterator[str]:

@@ -36,8 +36,6 @@ SKEWS = (
     "even", "worst", "balanced", "random", "zipf", "hot", "hot_rank", "spread", "rotating", "burst", "zero_expert_rank",
 )  # fmt: skip
 """Names of `Traffic`; all but the first two are drawn."""
-WANTED = 1e30
-"""Odds of an expert that is chosen before others."""
 
 
 def draw(skew: str, tokens: int, top_k: int, num_experts: int, *, rank: int = 0, ranks: int = 1) -> Tensor:
@@ -51,7 +49,7 @@ def draw(skew: str, tokens: int, top_k: int, num_experts: int, *, rank: int = 0,
         "rotating": slice(following, following + e),
     }  # fmt: skip
     if skew in wanted:
-        odds_E[wanted[skew]] = WANTED
+        odds_E[wanted[skew]] = 1e30  # chosen before others
     elif skew == "zipf":
         popular_E = torch.randperm(num_experts, generator=torch.Generator().manual_seed(7))
         odds_E[popular_E] = 1.0 / torch.arange(1, num_experts + 1)

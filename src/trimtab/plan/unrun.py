@@ -1,39 +1,43 @@
-"""Kernels in C++ and in Triton that take the memory of their calls and compute nothing, so that a ledger sees it."""
+"""Kernels that take the memory of their calls and compute nothing: rows fall evenly on the experts of a rank."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sized
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trimtab.errors import ConfigError
+from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import RUNS_ON, names_for
 from trimtab.kernels.compiled import CompiledKernels
-from trimtab.kernels.torch_mm import GroupedMMBackend
+from trimtab.kernels.torch_mm import GroupedMMBackend, TorchBackend
 from trimtab.kernels.triton import GATED, WORDS
 
 
-def kernels_without_values(name: str, kind: str) -> Backend:
-    """Of a ledger, for the kernels that a run on this kind of device asks for by name: whole grouped GEMMs, or C++.
-
-    Raises:
-        ConfigError: they do not run on such a device.
-    """
-    if RUNS_ON.get(name, kind) != kind:
-        raise ConfigError(f"--kernels {name}: they run on {RUNS_ON[name]} devices only, not on {kind}")
-    first = names_for(name, torch.device(kind))[0]
-    return UnrunKernels() if first == "cpu" else UnrunGlue() if "triton" in first else GroupedMMBackend()
+def kernels_without_values(names: str, kind: str) -> Backend:
+    """The first that a run on this kind of device takes by these names, see `kernels_of`. Raises ConfigError where they
+    do not run on one, or cannot be planned; BackendError where none can run here."""
+    refused = []
+    for name in [found for each in names.split(",") for found in names_for(each, torch.device(kind))]:
+        if RUNS_ON.get(name, kind) != kind:
+            raise ConfigError(f"--kernels {name}: they run on {RUNS_ON[name]} devices only, not on {kind}")
+        if name not in UNRUN:
+            raise ConfigError(f"--kernels {name}: they cannot be planned; grouped_mm+triton hold as much or more")
+        try:
+            return UNRUN[name]()
+        except BackendError as error:
+            refused.append(str(error))
+    raise BackendError("; ".join(refused))
 
 
 class UnrunGlue(GroupedMMBackend):
     """What kernels in Triton between PyTorch's grouped GEMMs return, which is all that they hold."""
 
-    words = WORDS
+    name, words = "grouped_mm+triton", WORDS
 
     def activate(self, word: str, pre_RI: Tensor, *_: Any) -> Tensor:
         return pre_RI.new_empty(pre_RI.shape[0], pre_RI.shape[1] // (2 if WORDS.index(word) < GATED else 1))
@@ -42,18 +46,34 @@ class UnrunGlue(GroupedMMBackend):
         return torch.empty_like(pre_RI), torch.empty_like(dh_RF) if more[-1] else None, torch.zeros_like(w_MK)
 
 
-class UnrunKernels(CompiledKernels):
-    """For tensors without values, whose rows fall evenly on the experts. Raises BackendError as those do."""
+class UnrunTorch(TorchBackend):
+    """In PyTorch's own memory, which may be fake."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.pool: Any = SimpleNamespace(empty=torch.empty)  # of PyTorch's own memory, which may be fake
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool: Any = SimpleNamespace(empty=torch.empty, empty_like=torch.empty_like)
+
+    def cuts(self, offsets_e: Sized, rows: int) -> list[int]:
+        experts = len(offsets_e) - 1
+        return [rows * e // experts for e in range(experts + 1)]
+
+    def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
+        return torch.empty(rows, width, dtype=dtype)
+
+
+class UnrunKernels(UnrunTorch, CompiledKernels):
+    """Those in C++. Raises BackendError as they do."""
 
     def fault_by(self, find: Callable[[CompiledKernels], str | None], asked: Hashable) -> str | None:
         """None: nothing is computed."""
         return None
 
     def _run(self, name: str, fields: Mapping[str, Any], address: Any = None) -> None:
-        experts, rows = fields["E"], fields["R"]
-        offsets = (ctypes.c_int64 * (experts + 1))(*(rows * e // experts for e in range(experts + 1)))
+        cuts = self.cuts(range(fields["E"] + 1), fields["R"])
+        offsets = (ctypes.c_int64 * len(cuts))(*cuts)
         super()._run(name, fields, lambda field, _: ctypes.addressof(offsets) if field == "offsets" else 1)
+
+
+UNRUN: dict[str, Callable[[], Backend]] = {
+    "cpu": UnrunKernels, "torch": UnrunTorch, "grouped_mm": GroupedMMBackend, "grouped_mm+triton": UnrunGlue,
+}  # fmt: skip

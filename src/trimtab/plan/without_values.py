@@ -1,13 +1,5 @@
-"""A world without values: ranks that are not there, and models on fake tensors, built as the run builds them.
-
-    with World(ranks=64) as world:
-        model = build_model(...)        # on the meta device; so are meshes, `parallelize`, `fully_shard`
-        world.fill(model)
-        with world.mode, Ledger() as ledger:
-            ...
-
-The group is of torch's "fake" backend: every collective returns at once and moves nothing.
-"""
+"""A world without values: ranks that are not there, and models on fake tensors, built as the run builds them: on the
+meta device, with meshes and `parallelize` or `fully_shard`, before `World.fill`. Collectives return at once."""
 
 from __future__ import annotations
 
@@ -22,8 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trimtab.errors import ConfigError
 
-GROUPED_MM = torch.ops.aten._grouped_mm.default
-
 
 class WithoutValues(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors that PyTorch's grouped GEMM takes in every dtype that it computes in, as it does with values."""
@@ -32,7 +22,7 @@ class WithoutValues(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not GROUPED_MM:
+        if func is not torch.ops.aten._grouped_mm.default:
             return super().__torch_dispatch__(func, types, args, kwargs)
         a, b, *more = args
         ends = more[0] if more else kwargs["offs"]
@@ -43,12 +33,10 @@ class WithoutValues(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class World:
-    """As many ranks as asked for, of which this process is one. One world at a time, and no other process group.
-
-    mode: a context manager in which tensors that are made have no values.
+    """As many ranks as asked for, of which this process is one. mode: tensors that are made in it have no values.
 
     Raises:
-        ConfigError: there is a process group.
+        ConfigError: there is a process group, or another world.
     """
 
     ranks: int

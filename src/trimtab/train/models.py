@@ -20,7 +20,7 @@ from trimtab.errors import ConfigError, first_line
 from trimtab.integrations.transformers.composite import freeze_what_sees_no_text, language_model_class
 from trimtab.integrations.transformers.gates import word_of
 from trimtab.integrations.transformers.lora import lora_config
-from trimtab.integrations.transformers.quantized import allocate_params, check_fits
+from trimtab.integrations.transformers.quantized import allocate_params
 from trimtab.integrations.transformers.quantized.prequantized import prequantized_format
 from trimtab.integrations.transformers.quantized.quantizer import experts_in
 from trimtab.integrations.transformers.summary import own_name
@@ -62,6 +62,8 @@ def num_experts(model: Any) -> int:
 def read_config(model: str) -> Any:
     from transformers import AutoConfig
 
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"--model {model}: neither a folder with a config.json nor one of {', '.join(PRESETS)}")
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
@@ -198,24 +200,22 @@ def experts_format(config: TrainConfig) -> str | None:
     return found
 
 
-def packed(config: TrainConfig, skeleton: nn.Module, mesh: Mesh) -> TrainConfig:
+def packed(config: TrainConfig, skeleton: nn.Module, mesh: Mesh, planned: str = "") -> TrainConfig:
     """The options, and frozen experts packed unasked: on CPUs whose C++ reads them, in a layout that codes have. Says
-    where only their sizes are against it."""
+    where only their sizes are against it. planned: for a run on such a device elsewhere; nothing is said."""
     free = config.lora and not config.quantize and (mesh.tp == 1 or mesh.ep > 1)
-    if not free or torch.accelerator.is_available() or config.kernels not in ("auto", "cpu"):
-        return config
-    modules: list[Any] = experts_in(deepcopy(skeleton).bfloat16())
-    known = all(not m.has_post_expert_norm and (word_of(m) or "-").split()[0] in ACTIVATIONS for m in modules)
-    if not known or get_backend(config.kernels, torch.device("cpu")).name != "cpu":
+    on_cpu = planned == "cpu" or not (planned or torch.accelerator.is_available())
+    experts: list[Any] = experts_in(skeleton) if free and on_cpu and config.kernels in ("auto", "cpu") else []
+    known = all(not m.has_post_expert_norm and (word_of(m) or "-").split()[0] in ACTIVATIONS for m in experts)
+    if not experts or not known or get_backend(config.kernels, torch.device("cpu")).name != "cpu":
         return config
     try:
-        for module in modules:
-            check_fits(module, "packed")
+        _quantized_skeleton(skeleton, chosen := replace(config, quantize="packed"))
     except ConfigError as error:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if not planned and (not dist.is_initialized() or dist.get_rank() == 0):
             print(f"trimtab: experts are not packed: {error}", file=sys.stderr)
         return config
-    return replace(config, quantize="packed")
+    return chosen
 
 
 def _quantized_skeleton(skeleton: nn.Module, config: TrainConfig) -> nn.Module:
@@ -223,7 +223,7 @@ def _quantized_skeleton(skeleton: nn.Module, config: TrainConfig) -> nn.Module:
     model, name = deepcopy(skeleton), experts_format(config)
     try:
         for module in experts_in(model) if name else ():
-            allocate_params(module, name or "")
+            allocate_params(module.to(getattr(torch, config.dtype)), name or "")  # as it is loaded with adapters
     except ConfigError as error:
         raise ConfigError(f"--quantize {config.quantize}: {error}") from None
     return model
