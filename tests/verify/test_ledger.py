@@ -59,7 +59,7 @@ def test_the_default_ledger_has_the_size_it_claims() -> None:
 @pytest.mark.parametrize("topology", [t for t in default_topologies() if t.ranks in (1, 3, 4)], ids=lambda t: t.name)
 def test_problems_dictate_every_choice(topology: Topology) -> None:
     for pattern in PATTERNS:
-        for dtype in DTYPES.values():
+        for dtype in list(DTYPES.values())[topology.codes == "panels" :]:  # which hold no float64
             problem = make_problem(topology, pattern, dtype, seed=3)
             (first, *_) = make_weights(problem.sizes, seed=1)
             for batch in problem.batches:
@@ -187,7 +187,7 @@ def test_some_rows_are_of_odd_widths_and_some_arrangements_share_sequences() -> 
         assert {case.topology.cp for case in asked} == {1, 2}
         for case in asked:
             sizes = make_problem(case.topology, case.pattern, DTYPES[case.dtype], 0).sizes if case.pattern.odd else None
-            assert sizes is None or sizes.dim % 2 == 1 or sizes.codes == "nf4"
+            assert sizes is None or sizes.dim % 2 == 1 or sizes.codes in ("nf4", "packed")
         odd = {(case.topology.name, case.dtype) for case in asked if case.pattern.odd}
         assert odd == {(case.topology.name, case.dtype) for case in asked}
 
@@ -196,9 +196,9 @@ def test_replicated_experts_are_asked_for_on_every_number_of_ranks() -> None:
     default = [t for t in default_topologies() if t.replicas != "none"]
     every = [*default, *further_topologies()]
     assert {t.ranks for t in every} == set(range(1, 9))
-    for axis in (
-        "transport", "combine", "tokens", "data", "codes", "adapter", "rerun", "sink", "frozen", "etp", "packed",
-    ):  # fmt: skip
+    axes = ["transport", "combine", "tokens", "data", "codes", "adapter",
+            "rerun", "sink", "frozen", "etp", "packed"]  # fmt: skip
+    for axis in axes:
         assert {getattr(t, axis) for t in every} >= {getattr(t, axis) for t in default_topologies()} - {"local"}
     assert {t.rerun for t in further_topologies()} == {"none", "recomputed"}
     cases = plan_cases("full", 8)

@@ -223,12 +223,12 @@ def merge_adapter(model: nn.Module, name: str) -> int:
     modules = [module for _, module in modules_of(model) if name in getattr(module, "adapters", ())]
     if not modules:
         raise ConfigError(f"no adapter {name!r} in {type(model).__name__}")
+    if any(getattr(module, "codes", None) is not None for module in modules):
+        raise ConfigError("experts of codes take no delta: nothing was merged")
     merged = 0
     for module in modules:
         adapter = module.get_submodule(f"adapters.{name}")
         assert isinstance(adapter, ExpertAdapter)
-        if getattr(module, "codes", None) is not None:
-            raise ConfigError("experts of codes take no delta: nothing was merged")
         for own in adapter.names:
             weight, a, b = map(module.own_part, (own, f"adapters.{name}.{own}_a", f"adapters.{name}.{own}_b"))
             for expert, value in enumerate(weight):

@@ -149,12 +149,11 @@ class ExpertMLP(GroupedModule):
 
     def stands_for(self, name: str) -> tuple[Sequence[int], torch.dtype]:
         """The shape and the dtype of a weight, or of what its codes stand for."""
-        shape, dtype = super().stands_for(name)
         if self.codes is None:
-            return shape, dtype
-        from trimtab.experts.quantized import values_per_byte
+            return super().stands_for(name)
+        from trimtab.experts.quantized import FORMATS
 
-        return (*shape[:-1], shape[-1] * values_per_byte(self.codes[0])), self.codes[1]
+        return FORMATS[self.codes[0]].shape_of(self.get_parameter(name)), self.codes[1]
 
     @property
     def parameter_names(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trimtab.errors import BackendError
 from trimtab.experts.matrix import by_row, cast, joined, row_dot, with_rows
-from trimtab.experts.quantized import decoded, values_per_byte
+from trimtab.experts.quantized import FORMATS, decoded
 from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.experts.weight_grad import Sink
 from trimtab.kernels.api import Backend, Block, put, put_each
@@ -285,9 +285,7 @@ class Product:
         weight, scales = self.weight, self.weight.scales
         assert scales is not None
         codes = joined(weight.values[0])[block.experts]
-        width = codes.shape[2] * values_per_byte(weight.format)
-        wide = codes.new_empty(*codes.shape[:2], width, dtype=self.dtype)
+        wide = codes.new_empty(FORMATS[weight.format].shape_of(codes), dtype=self.dtype)
         if block.sizes == (0,):  # nobody reads it
             return wide
-        own = joined(scales)[block.experts]
-        return decoded(codes, own, weight.format, self.dtype, self.kernels.empty_like(wide))
+        return decoded(codes, joined(scales)[block.experts], weight.format, self.dtype, self.kernels.empty_like(wide))

@@ -4,8 +4,8 @@ Codes are uint8 [..., out, in / values in a byte]; scales have an entry for each
 (value of its code) * (scale of its block) in float32, then rounded to the dtype that is asked for: bit for bit what
 bitsandbytes (nf4, int8) and transformers (fp8, mxfp4) make of the same codes.
 
-`packed` weights are codes without loss: the same values [..., out, in] in their own dtype, bfloat16 or float32, in the
-order in which products read them, and scales of 1.
+`packed` weights are codes without loss, scales of 1: the same values in the order in which products read them. They are
+[..., out / 32, in * 32] of float32, [..., out / 16, in * 16] of bfloat16: no loader takes them for weights.
 
 Legend: e experts, out and in the outputs and inputs of a weight.
 """
@@ -42,9 +42,9 @@ class Format:
     are, times `factor`. scales: the scales' dtype; uint8 holds a power of two, biased by 127. unit: a scale with which
     codes stand for numbers around 1.
 
-    decode: of codes that are the values in another order, a view of them that has, flat, the order of the weights;
-    their scales are 1. runs: parts whose outputs lie in turn in the weights. in_turn: the format for gate and up in
-    turn, where it is not this one."""
+    decode: of codes that are the values in another order, a view of them that has, flat, the order of the weights.
+    runs: parts whose outputs lie in turn in the weights. in_turn: the format for gate and up in turn, where it is not
+    this one."""
 
     per_byte: int
     outs: int
@@ -60,32 +60,35 @@ class Format:
     runs: int = 1
     in_turn: str = ""
 
+    def panel(self, dtype: torch.dtype) -> int:
+        """Outputs in a row of codes in that dtype."""
+        return self.outs * self.runs * dtype.itemsize // 4 if self.decode else 1
+
+    def shape_of(self, codes: Tensor) -> tuple[int, ...]:
+        """The shape [..., out, in] of the weights that codes stand for."""
+        (*lead, outs, ins), panel = codes.shape, self.panel(codes.dtype)
+        return (*lead, outs * panel, ins // panel * self.per_byte)
+
     def dtype_of(self, weights: torch.dtype) -> torch.dtype:
         """The codes' dtype for weights in that one."""
         return weights if self.decode else torch.uint8
 
 
-def values_per_byte(name: str) -> int:
-    """Values in an entry of a weight's last axis; 1 where it is no codes, ""."""
-    return FORMATS[name].per_byte if name else 1
-
-
 def scales_of(codes: Tensor, name: str) -> tuple[int, ...]:
-    """The shape of the scales of codes [..., out, in / values in a byte]."""
+    """The shape of the scales of codes."""
     f = FORMATS[name]
-    *lead, outs, packed = codes.shape
-    ins = packed * f.per_byte
+    *lead, outs, ins = f.shape_of(codes)
     return (*lead, -(-outs // f.outs), -(-ins // f.ins) if f.ins else 1)
 
 
 def decoded(
     codes_eOI: Tensor, scales_eOI: Tensor, name: str | Format, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """The weights [e, out, in] of codes [e, out, in / values in a byte], into `out` if it is given."""
+    """The weights [e, out, in] of codes, into `out` if it is given."""
     f = name if isinstance(name, Format) else FORMATS[name]
     if f.decode:
         value = f.decode(codes_eOI, f)
-        out = torch.empty_like(codes_eOI, dtype=dtype) if out is None else out
+        out = codes_eOI.new_empty(f.shape_of(codes_eOI), dtype=dtype) if out is None else out
         out.view(value.shape).copy_(value)
         return out
     if f.values:
@@ -144,7 +147,7 @@ def misfit(name: str, outs: int, ins: int, dtype: torch.dtype, of: str = "a weig
     if f.decode and dtype not in (torch.float32, torch.bfloat16):
         return f"{name} holds weights in float32 or bfloat16, and {of} is in {dtype}"
     block = f.outs if f.decode else 0 if f.outs > 1 else f.ins  # of codes, blocks of outputs are cut at the end
-    for what, size, of_block in (("outputs", outs, block if f.decode else 1), ("inputs", ins, block or f.per_byte)):
+    for what, size, of_block in (("outputs", outs, f.panel(torch.float32)), ("inputs", ins, block or f.per_byte)):
         if size % of_block:
             more = "; int8 takes any number" if f.quantize and not f.decode else ""
             return f"{name} has blocks of {of_block} {what}, and {of} has {size}, no multiple{more}"
@@ -162,7 +165,7 @@ def check_held(codes: Tensor, scales: Tensor, name: str, dtype: torch.dtype, of:
                 "the dtype that it is to compute in, in the place of model.to(dtype) and of FSDP's mixed precision",
                 phase="experts",
             )
-    if codes.requires_grad:
+    if codes.requires_grad or scales.requires_grad:
         raise ConfigError(f"{of}'s codes of {name} do not train: take requires_grad from them", phase="experts")
 
 
@@ -219,14 +222,15 @@ def _packed(weight: Tensor, f: Format) -> tuple[Tensor, Tensor]:
     """Panels of 32 outputs of a run side by side, of each input, or in two bytes of two inputs beside each other: a
     product that sums over inputs in their order reads a panel from one end to the other, on every processor."""
     (*lead, outs, ins), word = weight.shape, 4 // weight.element_size()
-    words = weight.view(*lead, outs // (f.outs * f.runs), f.outs, f.runs, ins // word, word)
-    codes = words.movedim((-3, -2), (-5, -3)).contiguous().view(weight.shape)
-    return codes, weight.new_ones(scales_of(codes, "packed"), dtype=f.scales)
+    panels, panel = outs // f.outs // f.runs, f.panel(weight.dtype)
+    words = weight.view(*lead, panels, f.outs, f.runs, ins // word, word)
+    codes = words.movedim((-3, -2), (-5, -3)).contiguous().view(*lead, outs // panel, panel * ins)
+    return codes, weight.new_ones(*lead, outs // f.outs, 1, dtype=f.scales)
 
 
 def _unpacked(codes: Tensor, f: Format) -> Tensor:
-    (*lead, outs, ins), word = codes.shape, 4 // codes.element_size()
-    words = codes.view(*lead, f.runs, outs // (f.outs * f.runs), ins // word, f.outs, word)
+    (*lead, outs, ins), word = f.shape_of(codes), 4 // codes.element_size()
+    words = codes.view(*lead, f.runs, outs // f.outs // f.runs, ins // word, f.outs, word)
     return words.movedim((-5, -3), (-3, -2))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,8 +70,7 @@ class GroupedWeight:
 
     values: one tensor [e, *out, in] of all groups, or e of [out, in]; with `transposed` [e, in, out] or [in, out].
     biases: one [e, *out] or e of [out], or none.
-    scales, format: of codes [e, out, in / values in a byte] in the place of values, see `trimtab.experts.quantized`;
-        dtype: the one that they stand for.
+    scales, format: of codes in the place of values, see `trimtab.experts.quantized`; dtype: what they stand for.
     lora: factors that are added.
     """
 
@@ -95,7 +94,7 @@ class GroupedWeight:
     @property
     def outs(self) -> int:
         """Width of the results."""
-        shape = self.values[0].shape
+        shape = _format(self.format).shape_of(self.values[0]) if self.format else self.values[0].shape
         if self.transposed:
             return shape[-1]
         return shape[1] * shape[2] if len(shape) == 4 else shape[-2]
@@ -103,9 +102,8 @@ class GroupedWeight:
     @property
     def ins(self) -> int:
         """Width of the rows."""
-        shape = self.values[0].shape
-        width = shape[-2] if self.transposed else shape[-1]
-        return width * _values_per_byte(self.format) if self.format else width
+        shape = _format(self.format).shape_of(self.values[0]) if self.format else self.values[0].shape
+        return shape[-2] if self.transposed else shape[-1]
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -159,16 +157,16 @@ def _made(tensors: Sequence[Tensor], f: Form) -> GroupedWeight:
     return weight
 
 
-def _values_per_byte(format: str) -> int:
-    from trimtab.experts.quantized import values_per_byte
+def _format(name: str) -> Any:
+    from trimtab.experts.quantized import FORMATS
 
-    return values_per_byte(format)
+    return FORMATS[name]
 
 
 def row_flops(shapes: Sequence[Sequence[int]], form: str) -> tuple[int, int, int]:
     """Multiplications of one row with the values, with `a` and with `b`, from the shapes of `GroupedWeight.tensors`."""
     f = form_of(form)
-    own = prod(shapes[0] if f.values else shapes[0][1:]) * (_values_per_byte(f.format) if f.format else 1)
+    own = prod(shapes[0] if f.values else shapes[0][1:]) * (_format(f.format).per_byte if f.format else 1)
     return (own, 0, 0) if f.lora is None else (own, prod(shapes[-2][1:]), prod(shapes[-1][1:]))
 
 

@@ -58,8 +58,8 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
         topologies += rows.topologies_for(world)
     dtypes = {topology: _dtypes("full" if exact else level, topology) for topology in topologies}
     if level == "full" or exact:
-        more = LEVELS["full" if exact else "proof"]
-        dtypes |= {topology: more for topology in rows.further_topologies() if topology not in dtypes}
+        more, own = "full" if exact else "proof", rows.further_topologies()
+        dtypes |= {topology: _dtypes(more, topology) for topology in own if topology not in dtypes}
     cases = [
         Case(topology=topology, pattern=pattern, dtype=dtype, seed=seed)
         for topology, own in dtypes.items()
@@ -76,6 +76,5 @@ def plan_cases(level: str, world: int, *, only: Sequence[str] = (), seed: int = 
 
 
 def _dtypes(level: str, t: rows.Topology) -> tuple[str, ...]:
-    if level != "default":
-        return LEVELS[level]
-    return LEVELS["full" if t.name in rows.QUICK else "proof" if t.narrow else level]
+    own = LEVELS[level if level != "default" else "full" if t.name in rows.QUICK else "proof" if t.narrow else level]
+    return LEVELS["default"][: len(own)] if "panels" in t.name else own  # panels hold no float64

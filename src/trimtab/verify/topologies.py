@@ -22,42 +22,43 @@ QUICK = (
     "3r-ep3-tp3-replicated-fsdp", "4r-ep4-allgather", "4r-ep4-ordered", "4r-ep2-hsdp", "4r-ep4-tp2-sharded-ddp",
     "2r-ep2-cp2", "2r-ep2-lora", "2r-etp2-local-sharedlora", "2r-ep2-replicas", "4r-ep2-fsdp-replicas-recomputed",
     "2r-ep2-fsdp-nf4-lora", "2r-ep2-ddp-maingrad-delayed", "2r-ep2-ordered-nf4-sharedlora-replicas-reentrant",
-    "2r-ep2-cp2-packed", "2r-etp2-local-muon",
+    "2r-ep2-cp2-packed", "2r-etp2-local-muon", "2r-ep2-fsdp-panels-lora",
 )  # fmt: skip
 """Up to 4 ranks, each axis of the default rows at least once, but for etp."""
 DEFAULT = (
     "1r-local", "1r-local-ordered", "1r-fsdp-local", "2r-fsdp-local", "2r-ddp-local", "2r-tp2-sharded-local", "2r-ep2",
     "2r-ep2-ordered", "2r-ep2-*", "2r-ep2-fsdp", "2r-ep2-ddp", "2r-ep2-tp2-replicated", "2r-ep2-tp2-sharded",
     "2r-etp2-local", "3r-ep3", "3r-ddp-local", "3r-ep3-tp3-replicated-fsdp", "3r-ep3-tp3-sharded-allgather-ordered",
-    "4r-ep4", "4r-ep4-*", "4r-ep2-tp2-sharded-fsdp-sharedmemory-ordered", "4r-ep4-ordered", "4r-ep2-fsdp",
-    "4r-ep2-ddp", "4r-ep2-hsdp", "4r-ep4-fsdp", "4r-ep4-tp2-replicated", "4r-ep4-tp2-sharded-ddp",
-    "4r-ep2-tp2-sharded-fsdp", "4r-ep2-tp4-replicated-ordered", "4r-ep2-tp2-replicated-ddp", "4r-ep4-tp4-sharded",
-    "4r-ep2-etp2", "4r-ep2-etp2-tp2-sharded-fsdp", "5r-ep5", "5r-ep5-ddp-allgather", "6r-ep3-fsdp",
-    "6r-ep6-tp2-replicated", "6r-ep2-tp3-sharded-ddp", "7r-ep7", "8r-ep8", "8r-ep4-fsdp", "8r-ep8-tp2-sharded-fsdp",
-    "8r-ep8-sharedmemory", "8r-ep4-tp4-replicated-ddp", "2r-ep2-cp2", "4r-ep4-cp2-fsdp", "4r-ep2-cp2-tp2-sharded-ddp",
-    "2r-ep2-lora", "2r-etp2-local-sharedlora", "1r-local-lora", "1r-local-sharedlora", "1r-local-twolora",
-    "2r-ep2-sharedmemory-lora", "2r-ep2-ordered-sharedlora", "2r-ep2-fsdp-lora", "2r-etp2-local-lora",
-    "4r-ep2-etp2-lora", "4r-ep2-etp2-sharedlora", "4r-ep2-fsdp-twolora", "4r-ep2-ddp-sharedlora",
-    "4r-ep2-hsdp-sharedlora", "4r-ep2-tp2-sharded-fsdp-lora", "4r-ep4-tp2-sharded-ddp-lora",
-    "4r-ep2-etp2-tp2-sharded-fsdp-sharedlora", "3r-ep3-tp3-replicated-fsdp-lora", "2r-ep2-mergedlora",
-    "4r-ep2-etp2-mergedlora", "1r-local-replicas", "2r-ep2-replicas", "2r-ep2-tp2-sharded-ddp-replicas-recomputed",
-    "2r-ep2-sharedmemory-lora-replicas-recomputed", "2r-ep2-autoreplicas", "3r-ep3-allgather-replicas",
-    "4r-ep4-sharedmemory-ordered-replicas", "4r-ep2-fsdp-replicas-recomputed", "4r-ep2-hsdp-sharedlora-replicas",
-    "4r-ep2-etp2-replicas", "4r-ep4-tp2-replicated-autoreplicas", "6r-ep3-cp2-fsdp-replicas", "8r-ep8-replicas",
-    "1r-local-nf4", "1r-local-nf4-lora", "2r-ep2-nf4-sharedlora", "2r-etp2-local-int8-lora", "2r-ep2-fsdp-nf4-lora",
-    "2r-ep2-ordered-nf4-sharedlora-replicas-reentrant", "4r-ep2-ddp-nf4-sharedlora",
-    "4r-ep2-etp2-tp2-sharded-fsdp-nf4-twolora-replicas", "2r-ep2-frozen", "2r-ep2-fsdp-replicas-recomputed-downalone",
-    "1r-local-maingrad-delayed", "2r-ep2-maingrad", "2r-etp2-local-maingrad", "2r-ep2-ddp-maingrad-delayed",
+    "4r-ep4", "4r-ep4-*", "4r-ep2-tp2-sharded-fsdp-sharedmemory-ordered", "4r-ep4-ordered", "4r-ep2-fsdp", "4r-ep2-ddp",
+    "4r-ep2-hsdp", "4r-ep4-fsdp", "4r-ep4-tp2-replicated", "4r-ep4-tp2-sharded-ddp", "4r-ep2-tp2-sharded-fsdp",
+    "4r-ep2-tp4-replicated-ordered", "4r-ep2-tp2-replicated-ddp", "4r-ep4-tp4-sharded", "4r-ep2-etp2",
+    "4r-ep2-etp2-tp2-sharded-fsdp", "5r-ep5", "5r-ep5-ddp-allgather", "6r-ep3-fsdp", "6r-ep6-tp2-replicated",
+    "6r-ep2-tp3-sharded-ddp", "7r-ep7", "8r-ep8", "8r-ep4-fsdp", "8r-ep8-tp2-sharded-fsdp", "8r-ep8-sharedmemory",
+    "8r-ep4-tp4-replicated-ddp", "2r-ep2-cp2", "4r-ep4-cp2-fsdp", "4r-ep2-cp2-tp2-sharded-ddp", "2r-ep2-lora",
+    "2r-etp2-local-sharedlora", "1r-local-lora", "1r-local-sharedlora", "1r-local-twolora", "2r-ep2-sharedmemory-lora",
+    "2r-ep2-ordered-sharedlora", "2r-ep2-fsdp-lora", "2r-etp2-local-lora", "4r-ep2-etp2-lora", "4r-ep2-etp2-sharedlora",
+    "4r-ep2-fsdp-twolora", "4r-ep2-ddp-sharedlora", "4r-ep2-hsdp-sharedlora", "4r-ep2-tp2-sharded-fsdp-lora",
+    "4r-ep4-tp2-sharded-ddp-lora", "4r-ep2-etp2-tp2-sharded-fsdp-sharedlora", "3r-ep3-tp3-replicated-fsdp-lora",
+    "2r-ep2-mergedlora", "4r-ep2-etp2-mergedlora", "1r-local-replicas", "2r-ep2-replicas",
+    "2r-ep2-tp2-sharded-ddp-replicas-recomputed", "2r-ep2-sharedmemory-lora-replicas-recomputed", "2r-ep2-autoreplicas",
+    "3r-ep3-allgather-replicas", "4r-ep4-sharedmemory-ordered-replicas", "4r-ep2-fsdp-replicas-recomputed",
+    "4r-ep2-hsdp-sharedlora-replicas", "4r-ep2-etp2-replicas", "4r-ep4-tp2-replicated-autoreplicas",
+    "6r-ep3-cp2-fsdp-replicas", "8r-ep8-replicas", "1r-local-nf4", "1r-local-nf4-lora", "2r-ep2-nf4-sharedlora",
+    "2r-etp2-local-int8-lora", "2r-ep2-fsdp-nf4-lora", "2r-ep2-ordered-nf4-sharedlora-replicas-reentrant",
+    "4r-ep2-ddp-nf4-sharedlora", "4r-ep2-etp2-tp2-sharded-fsdp-nf4-twolora-replicas", "2r-ep2-frozen",
+    "2r-ep2-fsdp-replicas-recomputed-downalone", "1r-local-maingrad-delayed", "2r-ep2-maingrad",
+    "2r-etp2-local-maingrad", "2r-ep2-ddp-maingrad-delayed", "1r-local-panels", "2r-ep2-fsdp-panels-lora",
+    "3r-fsdp-local-panels", "4r-ep4-tp2-sharded-ddp-panels-twolora",
+    "2r-ep2-ordered-panels-sharedlora-replicas-reentrant", "2r-ep2-ddp-panels-lora-maingrad-delayed",
     "2r-ep2-int8-replicas", "4r-ep2-etp2-ddp-maingrad", "2r-ep2-sharedmemory-replicas-rerouted-maingrad",
     "1r-local-lora-delayed", "2r-ep2-nf4-delayed", "2r-ep2-ddp-nf4-lora-maingrad-delayed",
     "2r-ep2-fsdp-sharedlora-delayed", "2r-fsdp-local-delayed", "2r-ep2-delayed", "4r-ep2-etp2-fsdp-delayed",
-    "1r-local-packed", "2r-ep2-ddp-packed", "2r-ep2-fsdp-recomputed-packed",
-    "2r-ep2-cp2-packed", "2r-ep2-tp2-replicated-packed", "2r-ep2-tp2-sharded-packed", "4r-ep4-cp2-fsdp-packed",
-    "4r-ep2-cp2-tp2-sharded-ddp-packed", "4r-ep4-tp2-replicated-ddp-reentrant-packed",
-    "1r-local-muon", "2r-ep2-muon", "2r-etp2-local-muon", "2r-ep2-ddp-maingrad-delayed-muon", "3r-fsdp-local-muon",
-    "4r-ep2-etp2-tp2-sharded-fsdp-muon", "4r-ep2-hsdp-muon", "4r-ep2-etp2-fsdp-lora-muon", "8r-ep2-fsdp-muon",
-    "2r-ep2-adamw", "3r-fsdp-local-adamw", "4r-ep2-ddp-adamw", "4r-ep2-etp2-tp2-sharded-fsdp-adamw",
-    "4r-ep2-hsdp-sharedlora-adamw",
+    "1r-local-packed", "2r-ep2-ddp-packed", "2r-ep2-fsdp-recomputed-packed", "2r-ep2-cp2-packed",
+    "2r-ep2-tp2-replicated-packed", "2r-ep2-tp2-sharded-packed", "4r-ep4-cp2-fsdp-packed",
+    "4r-ep2-cp2-tp2-sharded-ddp-packed", "4r-ep4-tp2-replicated-ddp-reentrant-packed", "1r-local-muon", "2r-ep2-muon",
+    "2r-etp2-local-muon", "2r-ep2-ddp-maingrad-delayed-muon", "3r-fsdp-local-muon", "4r-ep2-etp2-tp2-sharded-fsdp-muon",
+    "4r-ep2-hsdp-muon", "4r-ep2-etp2-fsdp-lora-muon", "8r-ep2-fsdp-muon", "2r-ep2-adamw", "3r-fsdp-local-adamw",
+    "4r-ep2-ddp-adamw", "4r-ep2-etp2-tp2-sharded-fsdp-adamw", "4r-ep2-hsdp-sharedlora-adamw",
 )  # fmt: skip
 """1 to 8 ranks, each way of keeping parameters and of holding tokens; *: each transport but all-to-all."""
 
@@ -72,7 +73,7 @@ class Topology:
     data: how the parameters are kept over data-parallel ranks; "none" reduces gradients by hand.
     tokens: "own" (tp = 1), "replicated" (each rank of a tp group is given all positions) or "sharded" (its own).
     transport: "local" where ep = 1, else a name in `TRANSPORTS`. combine: as in `Dispatcher`.
-    codes: what the experts' weights are quantized to; "none" where they are weights.
+    codes: what the experts' weights are quantized to, "panels" where they are packed; "none" where they are weights.
     adapter: "lora", each expert has its own; "sharedlora", all have one; "twolora", two, of which one is active;
         "mergedlora", one that was merged before the first step.
     frozen: "frozen", experts have no gradients; "downalone", their second weight alone has one.
@@ -94,7 +95,7 @@ class Topology:
     tokens: Literal["own", "replicated", "sharded"] = "own"
     transport: str = "alltoall"
     combine: Literal["sum", "ordered"] = "sum"
-    codes: Literal["none", "nf4", "int8"] = "none"
+    codes: Literal["none", "nf4", "int8", "panels"] = "none"
     adapter: Literal["none", "lora", "sharedlora", "twolora", "mergedlora"] = "none"
     replicas: Literal["none", "replicas", "autoreplicas"] = "none"
     rerun: Literal["none", "recomputed", "reentrant", "rerouted", "compiled"] = "none"

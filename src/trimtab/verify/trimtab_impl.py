@@ -131,8 +131,8 @@ class Layers:
         for moe, w in zip(stack.moes, weights, strict=True):
             up, down = w.raw or (w.up_EID, w.down_EDF)
             _fill(moe, {"router": w.router_ED, "up": up, "down": down})
-            if t.codes != "none":
-                moe.experts.quantize_(t.codes)
+            if sizes.codes != "none":
+                moe.experts.quantize_(sizes.codes)
             for name, param in moe.experts.named_parameters():
                 param.requires_grad_(param.requires_grad and name.removeprefix("gate_") in w.trained)
         for name in weights[0].adapters:

@@ -61,9 +61,9 @@ class Sizes:
     @classmethod
     def of(cls, t: Topology, *, odd: bool, **own: Any) -> Sizes:
         """As a topology asks, `own` besides. odd: D is odd, or where blocks share scales two of them."""
-        blocks = t.codes == "nf4"
+        blocks = t.codes in ("nf4", "panels")
         dim = BLOCK * (1 + odd) if blocks else max(DIM, t.num_experts + 8) + odd
-        own |= {"adapter": t.adapter, "codes": t.codes, "frozen": t.frozen}
+        own |= {"adapter": t.adapter, "codes": t.codes.replace("panels", "packed"), "frozen": t.frozen}
         return cls(num_experts=t.num_experts, dim=dim, hidden=BLOCK * t.etp if blocks else HIDDEN, **own)
 
 

@@ -73,6 +73,7 @@ def register(
     from trimtab.integrations.transformers.expert_parallel import TrimtabEP
     from trimtab.integrations.transformers.experts import experts_forward
     from trimtab.integrations.transformers.lora.peft import teach_peft
+    from trimtab.integrations.transformers.quantized import as_weights
     from trimtab.integrations.transformers.quantized.prequantized import add_prequantized
     from trimtab.integrations.transformers.quantized.quantizer import add_quantizer
     from trimtab.integrations.transformers.resuming import refuse_unstacked
@@ -82,7 +83,7 @@ def register(
     teach_peft()
     add_quantizer()
     add_prequantized()
-    refuse_unstacked(PreTrainedModel)
+    refuse_unstacked(PreTrainedModel, as_weights)
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     known_ep = dict(EPImplementationInterface().items()).get(name)
     if isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP):

@@ -24,7 +24,7 @@ from trimtab.experts.plan import plan_for
 from trimtab.experts.replicated import Replicas, replicate
 from trimtab.experts.weight import GroupedWeight, LoraFactors
 from trimtab.integrations.transformers.gates import gate_of
-from trimtab.integrations.transformers.quantized import codes_of
+from trimtab.integrations.transformers.quantized import MARK, codes_of
 from trimtab.kernels.choose import KernelChoice, kernels_for
 from trimtab.kernels.tensor_checks import unsupported_dtype
 
@@ -94,6 +94,21 @@ def is_ours(module: nn.Module) -> bool:
     function = ALL_EXPERTS_FUNCTIONS.get(getattr(config, "_experts_implementation", None))
     known = isinstance(function, partial) and function.func is experts_forward
     return known and is_transformers_experts(module)
+
+
+def check_ours(modules: list[nn.Module], name: str) -> None:
+    """Raise ConfigError if another implementation runs one of these: it would read codes as weights."""
+    if not all(is_ours(module) for module in modules):
+        raise ConfigError(
+            f"experts as codes are run by trimtab: pass experts_implementation='trimtab' to from_pretrained, or call "
+            f"model.set_experts_implementation('trimtab') before ({name})"
+        )
+
+
+def keep_others_out(module: nn.Module, args: Any) -> None:
+    """A hook before the forward: raise ConfigError where another implementation was set since, and codes are left."""
+    if hasattr(module, MARK):
+        check_ours([module], getattr(module, MARK)[0])
 
 
 ATTACHED = "_attached_lora"

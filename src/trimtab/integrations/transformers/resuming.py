@@ -19,16 +19,16 @@ from trimtab.errors import InputError
 _ONE_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
-def refuse_unstacked(base: Any) -> None:
+def refuse_unstacked(base: Any, shown: Any) -> None:
     """Have `load_state_dict` of `base`, transformers' class of all models, raise InputError before anything is loaded
-    where experts would be left out that are not the model's already. Calling it again is harmless."""
+    where experts would be left out that are not the model's already, as `shown` has its state. Again is harmless."""
     if "load_state_dict" in vars(base):
         return
 
     def load_state_dict(
         self: Any, state_dict: Mapping[str, Any], strict: bool = True, *args: Any, **kwargs: Any
     ) -> Any:  # a strict load leaves nothing out
-        if not strict and (changed := _left_out(self, state_dict)):
+        if not strict and (changed := _left_out(self, state_dict, shown)):
             name = type(self).__name__
             raise InputError(
                 f"{changed[0]} and {len(changed) - 1} more tensors of single experts would not be loaded: {name} holds "
@@ -40,9 +40,10 @@ def refuse_unstacked(base: Any) -> None:
     base.load_state_dict = load_state_dict
 
 
-def _left_out(model: Any, state_dict: Mapping[str, Any]) -> list[str]:
+def _left_out(model: Any, state_dict: Mapping[str, Any], shown: Any) -> list[str]:
     """Keys of single experts that the model does not know and whose values it does not have."""
-    own: dict[str, Tensor] = nn.Module.state_dict(model)
+    with shown(model):
+        own: dict[str, Tensor] = nn.Module.state_dict(model)
     unknown = [key for key in state_dict if _ONE_EXPERT.search(key) and key not in own]
     if not unknown:
         return []

@@ -26,10 +26,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from trimtab.autograd import forward_of
 from trimtab.errors import BackendError, ConfigError
 from trimtab.experts.lora import stack_factors
-from trimtab.experts.quantized import values_per_byte
 from trimtab.experts.weight import LoraFactors
 from trimtab.integrations.transformers.experts import ATTACHED, is_ours
-from trimtab.integrations.transformers.quantized import MARK, WEIGHTS
+from trimtab.integrations.transformers.quantized import MARK, WEIGHTS, dequantized_shape
 from trimtab.parallel.meshes import SumGradients
 
 HOME = "peft.tuners.lora.model"
@@ -108,16 +107,14 @@ def _but_for_parameters(theirs: Any) -> Any:
 
 
 def _of_codes(theirs: Any) -> Any:
-    """peft's reading of a weight's sizes, and of codes [E, out, in / values in a byte] those of what they stand for."""
+    """peft's reading of a weight's sizes, and of codes those of what they stand for."""
 
     def sizes(self: Any, module: nn.Module) -> tuple[int, int]:
-        second, third = theirs(self, module)
-        experts = self.get_base_layer()
-        held = getattr(experts, MARK, None)
-        if held is None or self.parameter_name not in WEIGHTS:
-            return second, third
-        wide = third * values_per_byte(held[0])
-        return (wide, second) if experts.is_transposed else (second, wide)  # as a weight [E, ., .] has them
+        found, experts = theirs(self, module), self.get_base_layer()
+        if not hasattr(experts, MARK) or self.parameter_name not in WEIGHTS:
+            return found  # type: ignore[no-any-return]
+        outs, ins = dequantized_shape(experts, self.parameter_name)
+        return (ins, outs) if experts.is_transposed else (outs, ins)  # as a weight [E, ., .] has them
 
     return sizes
 

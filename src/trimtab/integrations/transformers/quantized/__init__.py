@@ -10,6 +10,7 @@ Legend: E experts of this rank, out and in the outputs and inputs of a weight.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -25,20 +26,13 @@ SCALES = "_scales"
 """Suffix of a weight's name: the scales of its codes."""
 CODES = "_codes"
 """Suffix of a weight's name in files: no other program takes codes for weights."""
-SHOWN = 4
-"""Tensors that an error names; of the rest their number."""
 MARK = "codes_of_experts"
 """Attribute of a module whose weights are codes: (format, dtype of the weights)."""
-AS_WEIGHTS = "_next_state_has_weights"
-"""Attribute of a module whose next state dict is to have weights in the place of packed ones."""
 
 
 def weights_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The weights of an experts module by name, or the codes in their place."""
-    for name in WEIGHTS:
-        value = getattr(module, name, None)
-        if isinstance(value, Tensor):
-            yield name, value
+    return ((name, getattr(module, name)) for name in WEIGHTS if isinstance(getattr(module, name, None), Tensor))
 
 
 def codes_of(module: nn.Module, weight: str) -> tuple[str, Tensor, torch.dtype] | None:
@@ -68,12 +62,14 @@ def format_of(module: nn.Module, weight: str, name: str) -> str:
 def allocate_params(module: nn.Module, name: str) -> None:
     """Put uninitialized codes and scales of a format in the place of the module's weights, for a loader to fill. Raises
     ConfigError as `check_fits` does."""
-    f = FORMATS[name]
     for weight, outs, ins in check_fits(module, name):
-        value = getattr(module, weight)
-        codes = torch.empty(len(value), outs, ins // f.per_byte, dtype=f.dtype_of(value.dtype), device=value.device)
-        scales = torch.empty(scales_of(codes, name), dtype=f.scales, device=value.device)
-        _hold(module, weight, codes, scales, (name, value.dtype))
+        value, own = getattr(module, weight), format_of(module, weight, name)
+        f, panel = FORMATS[own], FORMATS[own].panel(value.dtype)
+        shape = len(value), outs // panel, ins // f.per_byte * panel
+        codes = torch.empty(shape, dtype=f.dtype_of(value.dtype), device=value.device)
+        scales = torch.empty(scales_of(codes, own), dtype=f.scales, device=value.device)
+        hold(module, weight, codes, scales)
+        setattr(module, MARK, (name, value.dtype))
 
 
 def check_fits(module: nn.Module, name: str) -> list[tuple[str, int, int]]:
@@ -96,7 +92,8 @@ def quantize_param(module: nn.Module, weight: str, name: str) -> None:
     """Quantize one weight of the module in place."""
     value, own = getattr(module, weight).detach(), format_of(module, weight, name)
     codes, scales = quantize_matrices(local_part(value), own, transposed=bool(module.is_transposed))
-    _hold(module, weight, _placed_as(value, codes), _placed_as(value, scales), (name, value.dtype))
+    hold(module, weight, _placed_as(value, codes), _placed_as(value, scales))
+    setattr(module, MARK, (name, value.dtype))
 
 
 def dequantize_params(module: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -135,24 +132,25 @@ def quantize_matrices(value: Tensor, name: str, *, transposed: bool = False) -> 
 
 def dequantized_shape(module: nn.Module, weight: str) -> tuple[int, int]:
     """(out, in) of the weight that a module's codes stand for."""
-    codes = getattr(module, weight)
-    return codes.shape[-2], codes.shape[-1] * FORMATS[getattr(module, MARK)[0]].per_byte
+    of = FORMATS[format_of(module, weight, getattr(module, MARK)[0])]
+    return of.shape_of(getattr(module, weight))[-2:]  # type: ignore[return-value]
 
 
-def show_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook behind `state_dict`: weights, once, where `AS_WEIGHTS` asks for them. transformers gathers by it what FSDP
-    shards."""
-    if module.__dict__.pop(AS_WEIGHTS, False):
-        for weight, _codes in weights_in(module):
+@contextmanager
+def as_weights(model: nn.Module, state: dict[str, Any] | None = None) -> Iterator[None]:
+    """Have state dicts of the model, and `state`, one of before, hold weights in the place of packed ones."""
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if FORMATS[getattr(module, MARK, ("nf4",))[0]].decode:
+                hooks.enter_context(module.register_state_dict_post_hook(_show_weights))
+                _show_weights(module, {} if state is None else state, f"{path}.")
+        yield
+
+
+def _show_weights(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    for weight, _codes in weights_in(module):
+        if state.pop(prefix + weight + SCALES, None) is not None:
             state[prefix + weight] = dequantized(module, weight)
-            del state[prefix + weight + SCALES]
-
-
-def _hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor, mark: tuple[str, torch.dtype]) -> None:
-    hold(module, weight, codes, scales)
-    if not hasattr(module, MARK):
-        module.register_state_dict_post_hook(show_weights)  # type: ignore[no-untyped-call]
-    setattr(module, MARK, mark)
 
 
 def _placed_as(like: Tensor, local: Tensor) -> Tensor:
@@ -176,10 +174,10 @@ def check_all_read(model: nn.Module) -> None:
         if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False))
     ]
     if lacking:
-        more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
+        more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
         raise ConfigError(
             f"the checkpoint {getattr(model, 'name_or_path', '')} gave nothing, or no pairs of codes and scales, for "
-            f"{', '.join(lacking[:SHOWN])}{more}: fetch all of its files again; if its experts are plain weights, take "
+            f"{', '.join(lacking[:4])}{more}: fetch all of its files again; if its experts are plain weights, take "
             "quantization_config out of its config.json"
         )
 

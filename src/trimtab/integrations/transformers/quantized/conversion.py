@@ -47,25 +47,23 @@ class Quantize(loading.ConversionOps):  # type: ignore[misc]
         module, weight = owner(model, full_layer_name)
         if not hasattr(module, on_module.MARK):  # this module keeps its weights
             return run(self.steps, input_dict, kwargs)
-        name = on_module.format_of(module, weight, self.name)
+        name, steps = on_module.format_of(module, weight, self.name), self.steps
         whole = STACK if FORMATS[name].outs > 1 else (*STACK, loading.Interleave)
-        if not all(isinstance(step, whole) for step in self.steps) or module.is_transposed:
-            steps = with_known_transposes(self.steps, input_dict, module, weight)
-            merged, turned = run(steps, input_dict, kwargs), bool(module.is_transposed)
-            pairs = {key: on_module.quantize_matrices(first(t), name, transposed=turned) for key, t in merged.items()}
-            return _params({key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()})
-        codes: Tensors = {}
-        scales: Tensors = {}
+        if not all(isinstance(step, whole) for step in steps) or module.is_transposed:
+            turned = with_known_transposes(steps, input_dict, module, weight)
+            input_dict, steps = run(turned, input_dict, kwargs), ()
+        codes, scales = Tensors(), Tensors()
         for key in list(input_dict):
             tensors = listed(input_dict.pop(key))
             codes[key], scales[key] = [], []
             while tensors:
                 matrix = tensors.pop(0)
-                pair = on_module.quantize_matrices(matrix, name)
-                _page_out(matrix)
+                pair = on_module.quantize_matrices(matrix, name, transposed=bool(module.is_transposed))
+                if steps is self.steps:
+                    _page_out(matrix)
                 codes[key].append(pair[0])
                 scales[key].append(pair[1])
-        return _params(run(self.steps, codes, kwargs), run(self.steps, scales, kwargs))
+        return _params(run(steps, codes, kwargs), run(steps, scales, kwargs))
 
 
 class QuantizeWhole(loading.ConversionOps):  # type: ignore[misc]
@@ -76,15 +74,13 @@ class QuantizeWhole(loading.ConversionOps):  # type: ignore[misc]
 
     def convert(self, input_dict: Tensors, *, model: nn.Module, **kwargs: Any) -> Tensors:
         made: Tensors = {}
-        for key, value in input_dict.items():
+        for key, t in input_dict.items():
             module, weight = owner(model, key)
-            made[key] = tensor = first(value)
+            made[key] = first(t)
             if not hasattr(module, on_module.MARK):
-                made |= {} if self.rest is None else self.rest.convert({key: value}, model=model, **kwargs)
+                made |= {} if self.rest is None else self.rest.convert({key: t}, model=model, **kwargs)
             elif weight in on_module.WEIGHTS and key + on_module.SCALES not in input_dict:
-                name, turned = on_module.format_of(module, weight, self.name), bool(module.is_transposed)
-                codes, scales = on_module.quantize_matrices(tensor, name, transposed=turned)
-                made |= _params({key: codes}, {key: scales})
+                made |= Quantize(self.name).convert({key: t}, model=model, full_layer_name=key, target_patterns=[key])
         return made
 
 
@@ -98,12 +94,8 @@ class NamedCodes(loading.WeightRenaming):  # type: ignore[misc]
     def of(model: nn.Module) -> Tensors:
         """The model's state by its names in files. Raises ConfigError where something has cast codes or scales."""
         coded = [(path, module) for path, module in model.named_modules() if hasattr(module, on_module.MARK)]
-        named = {
-            f"{path}.{name}"
-            for path, module in coded
-            for name, _ in on_module.weights_in(module)
-            if on_module.codes_of(module, name)
-        }
+        every = [(path, module, name) for path, module in coded for name, _ in on_module.weights_in(module)]
+        named = {f"{path}.{name}" for path, module, name in every if on_module.codes_of(module, name)}
         return {key + on_module.CODES * (key in named): tensor for key, tensor in model.state_dict().items()}
 
 
@@ -257,8 +249,7 @@ def listed(value: Any) -> list[Tensor]:
 
 
 def first(value: Any) -> Tensor:
-    tensor: Tensor = value[0] if isinstance(value, list) else value
-    return tensor
+    return listed(value)[0]
 
 
 def _params(codes: Tensors, scales: Tensors) -> Tensors:

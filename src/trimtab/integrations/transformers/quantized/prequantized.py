@@ -149,9 +149,7 @@ class PrequantizedMXFP4(_Prequantized, Mxfp4HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         return self.keeps or bool(super().is_trainable)
 
-    @property
-    def is_qat_trainable(self) -> bool:
-        return self.keeps
+    is_qat_trainable = property(lambda self: self.keeps)
 
 
 def add_prequantized() -> None:

@@ -11,6 +11,7 @@ place of packed weights the weights, in a checkpoint that says nothing of them.
 
 from __future__ import annotations
 
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
 from trimtab.experts.quantized import FORMATS, encoded, in_huge_pages
 from trimtab.integrations.transformers import quantized as on_module
-from trimtab.integrations.transformers.experts import is_ours
+from trimtab.integrations.transformers.experts import check_ours, keep_others_out
 from trimtab.integrations.transformers.quantized import conversion
 from trimtab.parallel.meshes import local_part
 
@@ -112,13 +113,7 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
-        if FORMATS[self.quantization_config.format].decode is None:
-            return conversion.NamedCodes.of(model), {}
-        for module in model.modules():
-            if hasattr(module, on_module.MARK):
-                setattr(module, on_module.AS_WEIGHTS, True)
-        gathers: Any = getattr(getattr(model.config, "distributed_config", None), "dp_size", 1) > 1
-        return {} if gathers else None, {}  # else transformers would ask for the state twice
+        return conversion.NamedCodes.of(model), {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         self.rest._dequantize(model, dtype=dtype)
@@ -127,14 +122,8 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_serializable(self) -> bool:
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        return bool(self.rest.is_trainable)
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        """Everything that is not quantized is."""
-        return bool(self.rest.is_qat_trainable)
+    is_trainable = property(lambda self: bool(self.rest.is_trainable))
+    is_qat_trainable = property(lambda self: bool(self.rest.is_qat_trainable))
 
 
 class Nothing(HfQuantizer):  # type: ignore[misc]
@@ -152,10 +141,36 @@ class Nothing(HfQuantizer):  # type: ignore[misc]
         return True
 
 
+@cache
 def add_quantizer() -> None:
-    """Make the config known to `from_pretrained`. Again is harmless."""
+    """Make the config known to `from_pretrained`, and packed experts to `save_pretrained`. Again is harmless."""
     AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, QuantizedExpertsConfig)
     AUTO_QUANTIZER_MAPPING.setdefault(METHOD, ExpertsQuantizer)
+    PreTrainedModel.save_pretrained = _saving_weights(PreTrainedModel.save_pretrained)
+
+
+def _saving_weights(theirs: Any) -> Any:
+    """transformers' `save_pretrained`, and of packed experts, wherever they are in the model, that of weights."""
+
+    @wraps(theirs)
+    def save_pretrained(
+        self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *more: Any, **options: Any
+    ) -> Any:
+        quantizer: Any = getattr(self, "hf_quantizer", None)
+        lossless = isinstance(quantizer, ExpertsQuantizer) and FORMATS[quantizer.quantization_config.format].decode
+        if lossless:
+            scales = [p.numel() for name, p in self.named_parameters() if name.endswith(on_module.SCALES)]
+            self.hf_quantizer = None if isinstance(quantizer.rest, Nothing) else quantizer.rest
+            self.num_parameters = lambda: type(self).num_parameters(self) - sum(scales)
+        try:
+            with on_module.as_weights(self, state := state_dict and dict(state_dict)):
+                return theirs(self, save_directory, is_main_process, state, *more, **options)
+        finally:
+            if lossless:
+                self.hf_quantizer = quantizer
+                del self.num_parameters
+
+    return save_pretrained
 
 
 def experts_in(model: nn.Module, skipped: list[str] | None = None) -> list[nn.Module]:
@@ -183,21 +198,6 @@ def allocate_experts(model: nn.Module, modules: list[nn.Module], name: str) -> N
         module._is_hf_initialized = True  # type: ignore[assignment]  # what was not read is not drawn
 
 
-def check_ours(modules: list[nn.Module], name: str) -> None:
-    """Raise ConfigError if another implementation runs one of these: it would read codes as weights."""
-    if not all(is_ours(module) for module in modules):
-        raise ConfigError(
-            f"experts as codes are run by trimtab: pass experts_implementation='trimtab' to from_pretrained, or call "
-            f"model.set_experts_implementation('trimtab') before ({name})"
-        )
-
-
-def keep_others_out(module: nn.Module, args: Any) -> None:
-    """A hook before the forward: raise ConfigError where another implementation was set since, and codes are left."""
-    if hasattr(module, on_module.MARK):
-        check_ours([module], getattr(module, on_module.MARK)[0])
-
-
 def check_rest(method: Any) -> None:
     """Raise ConfigError if linear layers that are quantized so do not go beside experts of codes."""
     known = getattr(method, "value", method)
@@ -218,7 +218,8 @@ def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer
     ]
     config.modules_to_not_convert = [name.removeprefix(f"{model.base_model_prefix}.") for name in plain] or None
     for module in [module for module in model.modules() if hasattr(module, on_module.MARK)]:
-        for _, codes in on_module.weights_in(module):
+        for weight, codes in on_module.weights_in(module):
+            module.get_parameter(weight + on_module.SCALES).requires_grad_(False)  # as transformers reads what floats
             in_huge_pages(local_part(codes))
     quantizer = ExpertsQuantizer(config, rest, pre_quantized=True)
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
