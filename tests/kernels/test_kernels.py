@@ -80,20 +80,20 @@ def test_grouped_kernels(name: str, dtype: torch.dtype, bound: float, together: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_weight_gradient_is_made_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts, with the bits that it has at once; the rows of nobody hold NaN."""
-    kernels, a, b = get_backend("grouped_mm", CPU), *(torch.randn(75, n).to(dtype) for n in (512, 576))
+    """In parts, and whole numbers as at once; the rows of nobody hold NaN."""
+    kernels, a, b = get_backend("grouped_mm", CPU), *(torch.randint(-3, 4, (75, n)).to(dtype) for n in (1536, 64))
     a[70:] = b[70:] = float("nan")
     (block,), found = kernels.blocks(torch.tensor([0, 40, 40, 70]), 75), []
     for most in (1 << 30, 0):
         monkeypatch.setattr(torch_mm, "AT_ONCE", most)
-        made, added = (torch.full((3, 512, 576), value, dtype=dtype) for value in (float("nan"), 2.0))
+        made, added = (torch.full((3, 1536, 64), value, dtype=dtype) for value in (float("nan"), 2.0))
         kernels.grouped_wgrad(a, b, block, added, add=True)
         with Ledger() as ledger:
             kernels.grouped_wgrad(a, b, block, made)
         found.append((torch.cat((made, added)), ledger.peak()[0] / made.nbytes))
     (whole, twice), (parts, once) = found
     assert torch.equal(whole, parts)
-    assert once <= 0.13 < 1 <= twice
+    assert once <= 0.17 < 1 <= twice
 
 
 @pytest.mark.parametrize("name", ["torch", "grouped_mm"])

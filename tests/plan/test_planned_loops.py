@@ -142,8 +142,8 @@ def test_ddp_takes_its_options_by_place_too_and_no_hooks() -> None:
 
     viewed = planned(gradient_as_bucket_view=True)
     assert planned(None, None, 0, None, True, None, None, False, False, True) == viewed < planned()
-    hooked: Any = lambda model: model.register_comm_hook(None, fp16_compress_hook)  # noqa: E731
-    with pytest.raises(ConfigError, match="comm hook fp16_compress_hook cannot be planned"):
+    hooked: Any = lambda model: model.register_comm_hook(state=None, hook=fp16_compress_hook)  # noqa: E731
+    with pytest.raises(ConfigError, match="comm hooks cannot be planned"):
         trimtab.plan_memory(partial(build, in_ddp), hooked, ranks=RANKS)
 
 

@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=int, required=True, metavar="N", help="ranks of the run, on all hosts together")
     add("--gb", type=float, metavar="G", help="memory of a rank in GB, of 10^9 bytes")
-    skews = "how tokens fall: even (default), zipf, hot_rank … worst, which bounds all; or a run's metrics.jsonl"
+    skews = "how tokens fall: even (default), zipf, hot_rank … worst, which bounds the exchange; or a metrics.jsonl"
     add("--skew", default="even", metavar="NAME|FILE", help=skews)
     add("--device", default="cuda", choices=("cuda", "cpu"), help="what the ranks have (default cuda)")
     add("--layouts", type=int, default=12, metavar="N", help="try so many layouts of those that divide (default 12)")

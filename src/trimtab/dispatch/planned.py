@@ -7,6 +7,7 @@ Legend: P ranks, C columns of the message.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from trimtab.dispatch.all_to_all import AllToAll
 from trimtab.dispatch.over_group import empty_rows
 from trimtab.dispatch.transport import Handshake
 from trimtab.dispatch.transports import TRANSPORTS
-from trimtab.kernels.buffer_pool import SLACK, SMALL, HostBufferPool
+from trimtab.kernels.buffer_pool import SLACK, SMALL, HostBufferPool, rounded
 
 NAME = "planned"
 
@@ -52,29 +53,32 @@ Traffic = Callable[[Call], tuple[Moved, Moved]]
 
 
 class Pool(HostBufferPool):
-    """Lends bytes without values, in one dim, and has them back once nothing else refers to them. bounds: it holds as
-    much at any time as calls of other sizes than these might have left, none of them larger."""
+    """Lends memory without values, and has it back once nothing else refers to it. bounds: it holds as much at any
+    time as calls of other sizes than these might have left, none of them larger."""
 
     def __init__(self, bounds: bool = False) -> None:
         super().__init__()
         self._bounds, self._rest = bounds, list[Any]()
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        if shape[0] < SMALL:
+        size = math.prod(shape) * dtype.itemsize
+        if size < SMALL:
             return torch.empty(shape, dtype=dtype)
+        size = rounded(size)
         self.count()  # what came back did so before this call
         if self._bounds and self._free and not self._rest:  # which has traveled, and is known by that
             self._rest.append(self._free.popleft())
             self.idle -= len(self._rest[0])
         for rest in self._rest:
             rest.untyped_storage().resize_(0)
-        self._news.append(shape[0])
-        found: Any = self._enter(shape[0])
-        lent: Any = torch.empty(shape, dtype=dtype) if found is None else found
+        self._news.append(size)
+        found: Any = self._enter(size)
+        lent: Any = torch.empty(size, dtype=torch.uint8) if found is None else found
         self._out[id(lent)] = lent
         for rest in self._rest:
             rest.untyped_storage().resize_(int(self.most * SLACK) - self.used - self.idle)
-        return torch.empty(0, dtype=dtype).set_(lent)  # not of a storage, to which `set_` keeps a reference
+        values = torch.empty(0, dtype=dtype).set_(lent.view(dtype))  # not of a storage: `set_` keeps a reference to it
+        return values.resize_(shape)
 
     def _count_news(self) -> None:
         out: Any = self._out  # beside the tensor here and the storage that asks, others refer to what is lent
@@ -90,12 +94,16 @@ class Planned(AllToAll):
         group: ranks of the "fake" backend.
         traffic: how many rows, slots and replicas go where.
         rounds: rows lie in memory of powers of two that is used again, as on the CPU.
+        bounds: see `Pool`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, traffic: Traffic, rounds: bool = False, guard: Any = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, traffic: Traffic, rounds: bool = False, bounds: bool = False,
+        guard: Any = False,
+    ) -> None:  # fmt: skip
         super().__init__(group, guard=False)
         self.traffic, self._rounds = traffic, rounds
-        self._pool = Pool(bounds=getattr(traffic, "skew", "") == "worst")
+        self._pool = Pool(bounds)
 
     def handshake(self, message_PC: Tensor) -> Handshake:
         known: list[list[int]] = message_PC.known  # type: ignore[attr-defined]
@@ -125,6 +133,6 @@ class Planned(AllToAll):
         return super()._rows(rows, like) if self._rounds else empty_rows(rows, like)
 
 
-def planned(traffic: Traffic, *, rounds: bool = False) -> AbstractContextManager[Any]:
+def planned(traffic: Traffic, *, rounds: bool = False, bounds: bool = False) -> AbstractContextManager[Any]:
     """Have a row `NAME` in `TRANSPORTS`, see `Planned`, for the models that are built inside."""
-    return patch.dict(TRANSPORTS, {NAME: partial(Planned, traffic=traffic, rounds=rounds)})
+    return patch.dict(TRANSPORTS, {NAME: partial(Planned, traffic=traffic, rounds=rounds, bounds=bounds)})

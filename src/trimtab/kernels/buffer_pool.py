@@ -45,7 +45,7 @@ class HostBufferPool:
         if size < SMALL:
             return torch.empty(shape, dtype=dtype, device="cpu")
         # Not a view of another, and the result of an operator: what counts memory by operators sees it.
-        values = torch.frombuffer(self._lend(_rounded(size)), dtype=dtype, count=count).resize_(shape)
+        values = torch.frombuffer(self._lend(rounded(size)), dtype=dtype, count=count).resize_(shape)
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
             values.fill_(math.nan if dtype.is_floating_point else torch.iinfo(dtype).max)
         return values
@@ -109,7 +109,7 @@ class HostBufferPool:
                 self._free.append(new)
 
 
-def _rounded(size: int) -> int:
+def rounded(size: int) -> int:
     """Up by an eighth at most, so that numbers of rows that differ a little share buffers."""
     step = max(mmap.PAGESIZE, 1 << (size.bit_length() - 4))
     return -(-size // step) * step

@@ -21,7 +21,8 @@ from trimtab.kernels.rows import Csr, combine_rows, expand_rows, gather_padded, 
 from trimtab.kernels.tensor_checks import row_major
 
 AT_ONCE = 64 << 20
-"""Bytes of a weight gradient that PyTorch's grouped GEMM, which writes to no memory of the caller's, makes at once."""
+"""Bytes of a weight gradient that PyTorch's grouped GEMM, which writes to no memory of the caller's, makes at once, or
+256 columns: of 128 and fewer GPUs take it in small tiles."""
 
 
 class TorchBackend:
@@ -136,7 +137,7 @@ class GroupedMMBackend:
         self._check_widths(out_eAB.shape[1:], a_RA)
         (out_eAB, *both), wide = as_it_lies(out_eAB, a_RA, b_RB), a_RA.element_size()
         a_RA, b_RB = map(row_major, both)
-        part = max(AT_ONCE // max(len(out_eAB) * out_eAB.shape[2] * wide, 1) // 64, 1) * 64
+        part = max(AT_ONCE // max(len(out_eAB) * out_eAB.shape[2] * wide, 1) // 256, 1) * 256
         for out, a in zip(torch.split(out_eAB, part, 1), torch.split(a_RA, part, 1), strict=True):
             self.write(torch.nn.functional.grouped_mm(a.t(), b_RB, offs=block.ends_e), block, out, add)
 

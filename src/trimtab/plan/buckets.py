@@ -41,8 +41,8 @@ def ddp_without_values(world: World, ledger: Ledger) -> Iterator[None]:
         wrapped = told["self"]
         hook(wrapped, wrapped.process_group, lambda group, bucket: reduced(group, bucket.buffer()))
 
-    def refused(_: Any, __: object, hook: Any) -> None:
-        raise ConfigError(f"DDP's comm hook {hook.__qualname__} cannot be planned: plan without it, or with FSDP2")
+    def refused(*_: Any, **__: Any) -> None:
+        raise ConfigError("DDP's comm hooks cannot be planned: plan without them, or with FSDP2")
 
     as_made = patch.object(dist.Reducer, "_rebuild_buckets", lambda _: False)  # in another order, no larger
     with as_made, patch.multiple(DistributedDataParallel, __init__=made, register_comm_hook=refused):

@@ -133,7 +133,7 @@ def plan_layout(config: TrainConfig, mesh: Mesh, device: Device, skew: str = "ev
     traffic = Traffic(skew=skew, replication=options.replication)
 
     def run(chosen: Sequence[int]) -> Stages:
-        with World(mesh.world) as world, planned(traffic, rounds=device.kind == "cpu"):
+        with World(mesh.world) as world, planned(traffic, rounds=device.kind == "cpu", bounds=skew == "worst"):
             model = build_model(few_layers(skeleton.config, chosen), config, mesh, transport=NAME)
             world.fill(model)
             return measure(model, trained(model, config, mesh), world, device=device)

@@ -48,7 +48,8 @@ def plan_memory(
     """
     options = ExchangeOptions(replicate_experts=replicate_experts, copy_cost=copy_cost)
     kind, traffic = DEVICES[device], Traffic(skew=skew, replication=options.replication)
-    of_rank, exchange, ledger = World(ranks, rank), planned(traffic, rounds=device == "cpu"), kind.ledger()
+    of_rank, exchange = World(ranks, rank), planned(traffic, rounds=device == "cpu", bounds=skew == "worst")
+    ledger = kind.ledger()
     with of_rank as world, exchange, kind.as_there(), ddp_without_values(world, ledger):
         model = build()
         world.fill(model)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable, Mapping, Sized
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trimtab.dispatch.planned import Pool
 from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import RUNS_ON, names_for
@@ -19,18 +19,19 @@ from trimtab.kernels.triton import GATED, WORDS
 
 
 def kernels_without_values(names: str, kind: str) -> Backend:
-    """The first that a run on this kind of device takes by these names, see `kernels_of`. Raises ConfigError where they
-    do not run on one, or cannot be planned; BackendError where none can run here."""
+    """The first that a run on this kind of device takes by these names, see `kernels_of`. Raises ConfigError where it
+    cannot be planned; BackendError where none runs on one."""
     refused = []
     for name in [found for each in names.split(",") for found in names_for(each, torch.device(kind))]:
         if RUNS_ON.get(name, kind) != kind:
-            raise ConfigError(f"--kernels {name}: they run on {RUNS_ON[name]} devices only, not on {kind}")
-        if name not in UNRUN:
-            raise ConfigError(f"--kernels {name}: they cannot be planned; grouped_mm+triton hold as much or more")
-        try:
-            return UNRUN[name]()
-        except BackendError as error:
-            refused.append(str(error))
+            refused.append(f"kernels {name!r} run on {RUNS_ON[name]} devices only, not on {kind}")
+        elif name not in UNRUN:
+            raise ConfigError(f"kernels {name!r} cannot be planned: choose one of {[*UNRUN]}")
+        else:
+            try:
+                return UNRUN[name]()
+            except BackendError as error:
+                refused.append(str(error))
     raise BackendError("; ".join(refused))
 
 
@@ -47,18 +48,18 @@ class UnrunGlue(GroupedMMBackend):
 
 
 class UnrunTorch(TorchBackend):
-    """In PyTorch's own memory, which may be fake."""
+    """In a pool whose memory may be fake."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool: Any = SimpleNamespace(empty=torch.empty, empty_like=torch.empty_like)
+        self.pool = Pool()
 
     def cuts(self, offsets_e: Sized, rows: int) -> list[int]:
         experts = len(offsets_e) - 1
         return [rows * e // experts for e in range(experts + 1)]
 
     def empty_rows(self, rows: int, width: int, dtype: torch.dtype, offsets_e: Tensor) -> Tensor:
-        return torch.empty(rows, width, dtype=dtype)
+        return self.pool.empty(rows, width, dtype=dtype)
 
 
 class UnrunKernels(UnrunTorch, CompiledKernels):
