@@ -179,6 +179,16 @@ def test_packed_are_neither_cast_nor_trained(change: Callable[[ExpertMLP], objec
         experts(torch.ones(3, 64), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
 
 
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_recompute_changes_no_bit(kernels: str) -> None:
+    found = []
+    for subject in [Subject(Pair(module="mlp", weights="nf4+lora+bias", kernels=kernels)) for _ in range(2)]:
+        if found:
+            subject.call = partial(checkpoint, subject.call, use_reentrant=False)  # type: ignore[method-assign]
+        found.append(subject.run(subject.trained))
+    assert all(value is None or torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_nothing_decoded_is_saved() -> None:
     subject, saved = Subject(Pair(module="mlp", weights="nf4+lora", dtype=torch.bfloat16)), list[Tensor]()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -202,14 +212,13 @@ def test_a_module_of_codes_saves_loads_and_trains_what_is_left(name: str) -> Non
     assert {name for name, p in experts.named_parameters() if p.requires_grad} == {"gate_up_bias", "down_bias"}
     other.load_state_dict(experts.state_dict())
     x, w, ids, found = torch.randn(9, 128), torch.rand(9, 2), torch.randint(0, 4, (9, 2)), []
-    again = partial(checkpoint, experts, use_reentrant=False)
-    for module in (experts, other, again, torch.compile(experts, backend="aot_eager", fullgraph=True)):
+    for module in (experts, other, torch.compile(experts, backend="aot_eager", fullgraph=True)):
         x = x.detach().requires_grad_()
         y = module(x, ids, w)
         y.sum().backward()
         found.append((y.detach(), x.grad))
-    assert all(torch.equal(*pair) for one in found[1:3] for pair in zip(one, found[0], strict=True)), "recomputed, too"
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found[3], found[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found[1], found[0], strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found[2], found[0], strict=True))
     with pytest.raises(ConfigError, match="quantized once"):
         experts.quantize_(name)
 

@@ -25,6 +25,7 @@ ROWS = {
     "2r-ep2-ddp-nf4-lora-maingrad-delayed 2r-ep2-fsdp-sharedlora-delayed 2r-ep2-nf4-delayed "
     "2r-ep2-tp2-sharded-delayed",
     "packs": "1r-local-packed 2r-ep2-ddp-packed 2r-ep2-cp2-packed 2r-ep2-tp2-sharded-packed",
+    "panels": "2r-ep2-fsdp-panels-lora 2r-ep2-ordered-panels-sharedlora-replicas-reentrant",  # they hold no float64
     "replicas": "2r-ep2-replicas 2r-ep2-ordered-replicas-recomputed 2r-ep2-allgather-autoreplicas-rerouted "
     "2r-ep2-sharedmemory-ordered-replicas-reentrant 2r-ep2-replicas-recomputed-maingrad",
     "replicas of any weights": "2r-ep2-lora-replicas-recomputed 2r-ep2-nf4-replicas 2r-ep2-nf4-twolora-replicas "
@@ -37,6 +38,7 @@ FOUR = {
     "replicas": "4r-ep4-allgather-ordered-replicas 4r-ep4-sharedmemory-replicas-recomputed "
     "4r-ep2-etp2-nf4-sharedlora-replicas-recomputed 4r-ep2-fsdp-lora-replicas-recomputed",
 }
+F64 = ("float64",)
 SOME = (
     "random", "one_expert", "one_rank", "lone_rank", "empty_source", "empty_world", "masked", "one_token", "zipf2",
     "top_all", "dropped", "duplicates", "uneven_shards", "alternating", "bad_id",
@@ -60,14 +62,14 @@ def check(rows: Sequence[str], dtypes: Sequence[str], patterns: Sequence[str] = 
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_rows(rows: str) -> None:
-    check(ROWS[rows].split(), ("float64", "float32", "bfloat16") if rows == "transports" else ("float64",))
+    check(ROWS[rows].split(), {"transports": ("float64", "float32", "bfloat16"), "panels": ("float32",)}.get(rows, F64))
 
 
 @RANKS4
 @pytest.mark.parametrize("rows", FOUR)
 def test_rows_of_four_ranks(rows: str) -> None:
-    check(FOUR[rows].split(), ("float64",), SOME)
+    check(FOUR[rows].split(), F64, SOME)
 
 
 def test_a_compiled_row() -> None:
-    check(("2r-ep2-ordered-lora-replicas-compiled",), ("float64",), ("one_rank",))
+    check(("2r-ep2-ordered-lora-replicas-compiled",), F64, ("one_rank",))

@@ -22,6 +22,7 @@ from trimtab.convert.files import SHARD_BYTES, parts, planned, write_safetensors
 from trimtab.convert.source import ties, without
 from trimtab.convert.steps import saved_mapping_of, saving_steps
 from trimtab.convert.tensors import Mapped, TensorStore, bits, infos_of
+from trimtab.experts.quantized import MARK
 
 
 class LiveModel(TensorStore):
@@ -102,7 +103,8 @@ def save_pretrained(model: Any, folder: Path | str, *, max_shard_size: int | str
     Raises InputError, on every rank, where the folder cannot be made or a file not be written.
     """
     model, folder, write = unwrapped(model), Path(folder), not dist.is_initialized() or dist.get_rank() == 0
-    if hasattr(model, "peft_config") or getattr(model, "hf_quantizer", None) is not None:
+    coded = any(getattr(module, name, None) for module in model.modules() for name in (MARK, "hf_quantizer"))
+    if coded or hasattr(model, "peft_config"):
         on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True), None)
         save = partial(model.save_pretrained, max_shard_size=max_shard_size, is_main_process=write)
         on_every_rank(lambda: save(folder), None)

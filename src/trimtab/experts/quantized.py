@@ -5,7 +5,7 @@ Codes are uint8 [..., out, in / values in a byte]; scales have an entry for each
 bitsandbytes (nf4, int8) and transformers (fp8, mxfp4) make of the same codes.
 
 `packed` weights are codes without loss, scales of 1: the same values in the order in which products read them. They are
-[..., out / 32, in * 32] of float32, [..., out / 16, in * 16] of bfloat16: no loader takes them for weights.
+[..., out / p, in * p], p = 32 in float32, 16 in bfloat16, 64 and 32 for gate and up in turn: no loader takes them.
 
 Legend: e experts, out and in the outputs and inputs of a weight.
 """
@@ -33,6 +33,8 @@ NF4 = (
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 HUGE, _COLLAPSE = 2**21, 25  # bytes of a huge page; Linux's MADV_COLLAPSE
 _127TH = 7.874015718698502e-3
+MARK = "codes_of_experts"
+"""Attribute of a module of transformers whose weights are codes: (format, dtype of the weights)."""
 
 
 @dataclass(frozen=True)

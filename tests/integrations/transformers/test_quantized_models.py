@@ -29,6 +29,7 @@ from helpers.model_ranks import begin
 from helpers.peft_case import adapt, fill, lora
 from helpers.ranks import run_ranks
 from trimtab.checkpoint.state import is_transformers_experts
+from trimtab.convert.export import save_pretrained
 from trimtab.errors import ConfigError, InputError
 from trimtab.experts.module import ExpertMLP
 from trimtab.integrations.transformers import QuantizedExpertsConfig, dequantize_experts, quantize_experts, quantized
@@ -210,33 +211,59 @@ def test_packed_is_the_model_that_was_read(family: str, dtype: str, tmp_path: Pa
     same(dequantize_experts(placed), plain)
 
 
-def test_packed_is_saved_as_plain_whatever_is_saved_and_failing_leaves_it_packed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_is_saved_as_plain_whatever_is_saved_and_failing_leaves_it_packed(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Parts, shards with their index, a state that is handed in; and single experts that are resumed from."""
-    plain = tiny("qwen3_moe")
+    plain = tiny("qwen3_moe").to(dtype)
     packed = quantize_experts(copy.deepcopy(plain), "packed")
     before = copy.deepcopy(packed.state_dict())
     other = {key: 2 * value for key, value in plain.state_dict().items()}
+    below, around = copy.deepcopy(plain), copy.deepcopy(plain)
+    quantize_experts(below.model, "packed")
+    quantize_experts(nn.Sequential(around), "packed")
     saves: list[Callable[[Any, Path], object]] = [
+        save_pretrained,
+        lambda model, folder: save_pretrained(model.model, folder),
         lambda model, folder: model.model.save_pretrained(folder),
         lambda model, folder: model.save_pretrained(folder, max_shard_size="50KB"),
         lambda model, folder: model.save_pretrained(folder, state_dict=other),
+        lambda model, folder: model.save_pretrained(
+            folder, state_dict={k: 2 * v for k, v in model.state_dict().items()}
+        ),
+        lambda model, folder: (model if model is plain else with_decoded(model)).save_pretrained(folder),
         lambda model, folder: model.save_pretrained(folder, state_dict=model.state_dict()),
     ]
     for i, save in enumerate(saves):
-        folders = [tmp_path / f"{i} of {kind}" for kind in ("plain", "packed")]
-        for model, folder in zip((plain, packed), folders, strict=True):
+        folders = [tmp_path / f"{i} of {kind}" for kind in ("plain", "packed", "below", "around")]
+        for model, folder in zip((plain, packed, below, around), folders, strict=True):
             save(model, folder)
-        wanted, got = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
-        assert got == wanted
+        wanted, *got = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
+        assert got == [wanted] * 3
     with patch.object(packed.config, "save_pretrained", side_effect=OSError), pytest.raises(OSError):
         packed.save_pretrained(tmp_path)
     assert all(torch.equal(value, before[key]) for key, value in packed.state_dict().items())
     assert packed.hf_quantizer is not None
     single = load_file(folders[1] / "model.safetensors")
-    packed.load_state_dict(single, strict=False)  # which it has
+    packed.requires_grad_(True).load_state_dict(single, strict=False)  # which it has
+    with patch.object(quantized, "decoded", side_effect=AssertionError("needs no values")):
+        packed.load_state_dict({}, strict=False)
     single["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] += 1
     with pytest.raises(InputError, match="more tensors of single experts would not be loaded"):
         packed.load_state_dict(single, strict=False)
+
+
+def test_codes_are_not_saved_as_weights(tmp_path: Path) -> None:
+    """Of a part, of a model around what was quantized, of a part of an official one."""
+    whole, around = (tiny("qwen3_moe") for _ in range(2))
+    quantize_experts(whole, "nf4")
+    quantize_experts(around.model, "int8")
+    for model in (whole.model, around, load(save_official(tmp_path / "read", "mxfp4")).model):
+        for save in (save_pretrained, type(model).save_pretrained):
+            with pytest.raises(ConfigError, match="codes of experts saved as weights: save the model that was quan"):
+                save(model, tmp_path / "saved")
+    assert not [*tmp_path.glob("saved/*")]
 
 
 def test_quantized_in_place_saved_and_read_again(tmp_path: Path) -> None:
@@ -306,7 +333,9 @@ def read_and_save(folder: str, kind: str, given: dict[str, Any]) -> tuple[dict[s
     local = (value.to_local() if hasattr(value, "to_local") else value for value in mine.values())
     experts = {value.shape[0] for value in local if value.dim() == 3}
     together = {key: full_value(value) for key, value in mine.items()}
-    model.save_pretrained(f"{folder}-saved", is_main_process=dist.get_rank() == 0)
+    with patch.object(quantized, "dequantized", wraps=quantized.dequantized) as decoding:
+        model.save_pretrained(f"{folder}-saved", is_main_process=dist.get_rank() == 0)
+    assert decoding.call_count == (4 if kind == "packed" else 0), "each of the weights once"
     dist.barrier()
     for ep in (1, 2):
         again = over_ranks(f"{folder}-saved", ep, **(given if kind == "packed" else {})).state_dict()

@@ -25,10 +25,8 @@ def refuse_unstacked(base: Any, shown: Any) -> None:
     if "load_state_dict" in vars(base):
         return
 
-    def load_state_dict(
-        self: Any, state_dict: Mapping[str, Any], strict: bool = True, *args: Any, **kwargs: Any
-    ) -> Any:  # a strict load leaves nothing out
-        if not strict and (changed := _left_out(self, state_dict, shown)):
+    def load_state_dict(self: Any, state_dict: Any, strict: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if not strict and (changed := _left_out(self, state_dict, shown)):  # a strict load leaves nothing out
             name = type(self).__name__
             raise InputError(
                 f"{changed[0]} and {len(changed) - 1} more tensors of single experts would not be loaded: {name} holds "
@@ -42,13 +40,13 @@ def refuse_unstacked(base: Any, shown: Any) -> None:
 
 def _left_out(model: Any, state_dict: Mapping[str, Any], shown: Any) -> list[str]:
     """Keys of single experts that the model does not know and whose values it does not have."""
-    with shown(model):
-        own: dict[str, Tensor] = nn.Module.state_dict(model)
+    own: dict[str, Tensor] = dict(nn.Module.state_dict(model))
     unknown = [key for key in state_dict if _ONE_EXPERT.search(key) and key not in own]
     if not unknown:
         return []
     from transformers.core_model_loading import revert_weight_conversion
 
-    saved = revert_weight_conversion(model, dict(own))  # what it would save
+    with shown(model, own):  # what it would save
+        saved = revert_weight_conversion(model, own)
     own = {k: saved[k] for k in unknown if k in saved and not saved[k].is_meta}
     return [k for k in unknown if k not in own or not torch.equal(state_dict[k].to(own[k]), own[k])]

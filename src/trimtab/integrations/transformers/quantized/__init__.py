@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trimtab.errors import ConfigError
 from trimtab.experts.quantized import FORMATS, check_held, decoded, hold, misfit, quantized, scales_of
+from trimtab.experts.quantized import MARK as MARK
 from trimtab.parallel.meshes import local_part
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -26,8 +27,6 @@ SCALES = "_scales"
 """Suffix of a weight's name: the scales of its codes."""
 CODES = "_codes"
 """Suffix of a weight's name in files: no other program takes codes for weights."""
-MARK = "codes_of_experts"
-"""Attribute of a module whose weights are codes: (format, dtype of the weights)."""
 
 
 def weights_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -35,17 +34,17 @@ def weights_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, getattr(module, name)) for name in WEIGHTS if isinstance(getattr(module, name, None), Tensor))
 
 
-def codes_of(module: nn.Module, weight: str) -> tuple[str, Tensor, torch.dtype] | None:
+def codes_of(module: nn.Module, weight: str, held: Any = None) -> tuple[str, Tensor, torch.dtype] | None:
     """The format of the codes in a weight's place, their scales, and the dtype that they stand for: ours, or those of
-    transformers' FP8 experts with float scales. None where there are values.
+    transformers' FP8 experts with float scales. None where there are values. held: codes and scales in their place.
 
     Raises ConfigError as `check_held` does.
     """
     ours: Any = getattr(module, MARK, None)
     if ours is not None:
         name, dtype = format_of(module, weight, ours[0]), ours[1]
-        scales = getattr(module, f"{weight}{SCALES}")
-        check_held(getattr(module, weight), scales, name, dtype, type(module).__name__)
+        codes, scales = held or (getattr(module, weight), getattr(module, f"{weight}{SCALES}"))
+        check_held(codes, scales, name, dtype, type(module).__name__)
         return name, scales, dtype
     grid: Any = getattr(module, f"{weight}_scale_inv", None)
     blocks, e4m3 = getattr(module, "block_size", None), getattr(module.down_proj, "dtype", None) is torch.float8_e4m3fn
@@ -106,12 +105,13 @@ def dequantize_params(module: nn.Module, dtype: torch.dtype | None = None) -> No
     delattr(module, MARK)
 
 
-def dequantized(module: nn.Module, weight: str, dtype: torch.dtype | None = None) -> Tensor:
-    """The weight that the module's codes stand for, as the module would have it. Raises ConfigError as `codes_of`."""
-    coded = codes_of(module, weight)
+def dequantized(module: nn.Module, weight: str, dtype: torch.dtype | None = None, held: Any = None) -> Tensor:
+    """The weight that the module's codes, or codes and scales that are `held` in a state of it, stand for, as the
+    module would have it. Raises ConfigError as `codes_of`."""
+    coded = codes_of(module, weight, held)
     assert coded is not None
     name, scales, of = coded
-    codes = getattr(module, weight)
+    codes = held[0] if held else getattr(module, weight)
     local = local_part(codes.detach()), local_part(scales.detach())
     shape = dequantized_shape(module, weight)[:: -1 if module.is_transposed else 1]
     wide = torch.empty(len(local[0]), *shape, dtype=dtype or of, device=codes.device)
@@ -136,6 +136,18 @@ def dequantized_shape(module: nn.Module, weight: str) -> tuple[int, int]:
     return of.shape_of(getattr(module, weight))[-2:]  # type: ignore[return-value]
 
 
+def packed_in(model: nn.Module, *, kept: bool) -> list[nn.Module]:
+    """The modules whose weights are packed. Raises ConfigError where others have codes that are not kept as such."""
+    coded = [module for module in model.modules() if hasattr(module, MARK)]
+    packed = [module for module in coded if FORMATS[getattr(module, MARK)[0]].decode]
+    if len(packed) < len(coded) and not kept:
+        raise ConfigError(
+            f"{type(model).__name__} would have codes of experts saved as weights: save the model that was quantized, "
+            "not a part of it nor one around it, or call dequantize_experts(model) before"
+        )
+    return packed
+
+
 @contextmanager
 def as_weights(model: nn.Module, state: dict[str, Any] | None = None) -> Iterator[None]:
     """Have state dicts of the model, and `state`, one of before, hold weights in the place of packed ones."""
@@ -149,8 +161,8 @@ def as_weights(model: nn.Module, state: dict[str, Any] | None = None) -> Iterato
 
 def _show_weights(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
     for weight, _codes in weights_in(module):
-        if state.pop(prefix + weight + SCALES, None) is not None:
-            state[prefix + weight] = dequantized(module, weight)
+        if (scales := state.pop(prefix + weight + SCALES, None)) is not None:
+            state[prefix + weight] = dequantized(module, weight, held=(state[prefix + weight], scales))
 
 
 def _placed_as(like: Tensor, local: Tensor) -> Tensor:
@@ -166,13 +178,9 @@ def _placed_as(like: Tensor, local: Tensor) -> Tensor:
 def check_all_read(model: nn.Module) -> None:
     """Raise ConfigError if the checkpoint lacked a parameter that `allocate_params` prepared: transformers only warns
     that it is MISSING, and codes without their scales are other weights."""
-    lacking = [
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if hasattr(module, MARK)
-        for name, parameter in module.named_parameters(recurse=False)
-        if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False))
-    ]
+    coded = [(path, module) for path, module in model.named_modules() if hasattr(module, MARK)]
+    every = [(f"{path}.{name}", p) for path, module in coded for name, p in module.named_parameters(recurse=False)]
+    lacking = [name for name, p in every if not (p.is_meta or getattr(p, "_is_hf_initialized", False))]
     if lacking:
         more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
         raise ConfigError(

@@ -49,7 +49,8 @@ class Quantize(loading.ConversionOps):  # type: ignore[misc]
             return run(self.steps, input_dict, kwargs)
         name, steps = on_module.format_of(module, weight, self.name), self.steps
         whole = STACK if FORMATS[name].outs > 1 else (*STACK, loading.Interleave)
-        if not all(isinstance(step, whole) for step in steps) or module.is_transposed:
+        read = all(isinstance(step, whole) for step in steps) and not module.is_transposed  # and not made here
+        if not read:
             turned = with_known_transposes(steps, input_dict, module, weight)
             input_dict, steps = run(turned, input_dict, kwargs), ()
         codes, scales = Tensors(), Tensors()
@@ -59,7 +60,7 @@ class Quantize(loading.ConversionOps):  # type: ignore[misc]
             while tensors:
                 matrix = tensors.pop(0)
                 pair = on_module.quantize_matrices(matrix, name, transposed=bool(module.is_transposed))
-                if steps is self.steps:
+                if read:
                     _page_out(matrix)
                 codes[key].append(pair[0])
                 scales[key].append(pair[1])
@@ -148,12 +149,8 @@ def makes_quantized(converter: object, model: nn.Module) -> bool:
     """True for a converter that makes experts' weights which the model has as codes."""
     if not isinstance(converter, loading.WeightConverter):
         return False
-    names = "\n".join(
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if hasattr(module, on_module.MARK)
-        for name in on_module.WEIGHTS
-    )
+    coded = [path for path, module in model.named_modules() if hasattr(module, on_module.MARK)]
+    names = "\n".join(f"{path}.{name}" for path in coded for name in on_module.WEIGHTS)
     return any(re.search(f"{target}$", names, re.MULTILINE) for target in converter._original_target_patterns)
 
 

@@ -96,20 +96,16 @@ class PrequantizedFP8(_Prequantized, FineGrainedFP8HfQuantizer):  # type: ignore
         for name in WEIGHTS:  # a family without converters has its weights stacked
             stacked = rf"\.experts\.{name}"
             if not any(target.endswith(name) for target in made):
-                kept.append(
-                    WeightConverter(
-                        [stacked, f"{stacked}_scale_inv"], f".experts.{name}", [conversion.KeepQuantized(self)]
-                    )
-                )
+                sources = [stacked, f"{stacked}_scale_inv"]
+                kept.append(WeightConverter(sources, f".experts.{name}", [conversion.KeepQuantized(self)]))
         return kept + list(super().update_weight_conversions(rest, model))
 
     def postprocess_model(self, model: nn.Module, **kwargs: Any) -> Any:
         done = super().postprocess_model(model, **kwargs)
         if self.keeps:
             check_all_read(model)
-            quantizing.mark_quantized(
-                model, quantizing.QuantizedExpertsConfig(self.own_format(), quant_method=quantizing.METHOD)
-            )
+            config = quantizing.QuantizedExpertsConfig(self.own_format(), quant_method=quantizing.METHOD)
+            quantizing.mark_quantized(model, config)
         return done
 
 

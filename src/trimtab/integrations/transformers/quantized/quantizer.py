@@ -54,8 +54,7 @@ class QuantizedExpertsConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(
         self, format: str = "nf4", modules_to_not_convert: list[str] | None = None, rest: Any = None, **kwargs: Any
     ) -> None:
-        saved = "quant_method" in kwargs
-        known = list(FORMATS) if saved else encoded()
+        known = list(FORMATS) if "quant_method" in kwargs else encoded()  # as saved, or asked for
         if format not in known:
             raise ConfigError(f"experts can be quantized to {known}, not to {format!r}")
         self.quant_method = METHOD
@@ -71,6 +70,7 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
     linear layers, which has the same hooks."""
 
     quantization_config: QuantizedExpertsConfig
+    keeps = True
 
     def __init__(self, config: QuantizedExpertsConfig, rest: HfQuantizer | None = None, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
@@ -85,9 +85,8 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         """Raises ConfigError before anything is read: no experts, blocks that do not fit, a layout without codes."""
         self.rest._process_model_before_weight_loading(model, **kwargs)
-        allocate_experts(
-            model, experts_in(model, self.quantization_config.modules_to_not_convert), self.quantization_config.format
-        )
+        found = experts_in(model, self.quantization_config.modules_to_not_convert)
+        allocate_experts(model, found, self.quantization_config.format)
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         on_module.plan_scales(model, plan)
@@ -157,16 +156,19 @@ def _saving_weights(theirs: Any) -> Any:
         self: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *more: Any, **options: Any
     ) -> Any:
         quantizer: Any = getattr(self, "hf_quantizer", None)
-        lossless = isinstance(quantizer, ExpertsQuantizer) and FORMATS[quantizer.quantization_config.format].decode
-        if lossless:
-            scales = [p.numel() for name, p in self.named_parameters() if name.endswith(on_module.SCALES)]
-            self.hf_quantizer = None if isinstance(quantizer.rest, Nothing) else quantizer.rest
+        rest, layout = getattr(quantizer, "rest", quantizer), getattr(self.config, "distributed_config", None)
+        peft = getattr(self, "_hf_peft_config_loaded", False)  # which is saved alone
+        if packed := on_module.packed_in(self, kept=peft or getattr(quantizer, "keeps", False)):
+            scales = [p.numel() for m in packed for name, p in m.named_parameters() if name.endswith(on_module.SCALES)]
             self.num_parameters = lambda: type(self).num_parameters(self) - sum(scales)
+            self.hf_quantizer = None if isinstance(rest, Nothing) else rest
+            if state_dict is None and not peft and layout is not None and layout.dp_size > 1:
+                state_dict = {}  # transformers gathers another
         try:
             with on_module.as_weights(self, state := state_dict and dict(state_dict)):
                 return theirs(self, save_directory, is_main_process, state, *more, **options)
         finally:
-            if lossless:
+            if packed:
                 self.hf_quantizer = quantizer
                 del self.num_parameters
 
@@ -211,11 +213,7 @@ def check_rest(method: Any) -> None:
 def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer | None = None) -> None:
     """Mark a model that has codes as one: its config says so, and `save_pretrained` writes them as they are; but packed
     ones as the weights that they are. rest: the quantizer of its linear layers."""
-    plain = [
-        name
-        for name, module in model.named_modules()
-        if is_transformers_experts(module) and not hasattr(module, on_module.MARK)
-    ]
+    plain = [n for n, m in model.named_modules() if is_transformers_experts(m) and not hasattr(m, on_module.MARK)]
     config.modules_to_not_convert = [name.removeprefix(f"{model.base_model_prefix}.") for name in plain] or None
     for module in [module for module in model.modules() if hasattr(module, on_module.MARK)]:
         for weight, codes in on_module.weights_in(module):
@@ -229,8 +227,7 @@ def mark_quantized(model: Any, config: QuantizedExpertsConfig, rest: HfQuantizer
         del model.config.quantization_config
     used: Any = getattr(model, "_weight_conversions", None)
     if used is None:
-        used = get_model_conversion_mapping(model, add_legacy=False)
-        used = [converter for converter in used if not isinstance(converter, PrefixChange)]
+        used = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
     model._weight_conversions = [
         conversion.unquantized(converter)
         for converter in used
@@ -261,8 +258,7 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
     check_ours(found, name)
     if theirs is not None:
         check_rest(theirs.quantization_config.quant_method)
-    fitting = [on_module.check_fits(module, name) for module in found]
-    for module, weights in zip(found, fitting, strict=True):
+    for module, weights in [(module, on_module.check_fits(module, name)) for module in found]:  # all before the first
         for weight, *_ in weights:
             on_module.quantize_param(module, weight, name)
         module.register_forward_pre_hook(keep_others_out)
