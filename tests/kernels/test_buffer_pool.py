@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import threading
 import weakref
 from collections import deque
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from trimtab.dispatch.planned import Pool
 from trimtab.kernels import buffer_pool
 from trimtab.kernels.buffer_pool import SLACK, HostBufferPool, shared_pool
 
@@ -32,6 +34,20 @@ def test_what_is_freed_is_handed_out_again() -> None:
     assert {d.data_ptr(), e.data_ptr()} == where
     assert d.untyped_storage().nbytes() == 4 * BIG
     assert not d._is_view()  # autograd may change it in place
+
+
+def test_memory_without_values_is_lent_and_kept_alike() -> None:
+    real, pool, bound = HostBufferPool(), Pool(), Pool(bounds=True)
+    rng, held = random.Random(0), deque[list[torch.Tensor]](maxlen=5)
+    for _ in range(60):
+        shape = rng.randrange(1, 6), rng.randrange(BIG)
+        held.append([each.empty(*shape, dtype=torch.bfloat16) for each in (real, pool, bound)])
+        for _ in range(rng.randrange(2) * len(held) // 2):
+            held.popleft()
+        assert (real.used, real.idle, real.most) == (pool.used, pool.idle, pool.most)
+    rest = sum(each.untyped_storage().nbytes() for each in bound._rest)
+    assert rest == int(real.most * SLACK) - bound.used - bound.idle > 0 < real.idle
+    assert {tuple(t.shape) for t in held[-1]} == {shape}
 
 
 def test_little_more_is_kept_than_was_once_used() -> None:

@@ -68,7 +68,7 @@ def built(way: str, device: str, transport: str) -> tuple[Any, Step]:
 
 def plan_of(way: str, skew: str, ranks: int = RANKS) -> Stages:
     """Of the busiest rank."""
-    with World(ranks) as world, planned(Traffic(skew=skew), rounds=True):
+    with World(ranks) as world, planned(Traffic(skew=skew), rounds=True, bounds=skew == "worst"):
         model, step = built(way, "meta", "planned")
         world.fill(model)
         return measure(model, step, world)
@@ -124,3 +124,4 @@ def test_worst_is_never_less_than_what_allocators_count(tmp_path: Path) -> None:
     cases = [("skewed", skew) for skew in SKEWS[2:]]
     told = under(compiled_hook(tmp_path), run_ranks, held_on_rank, 2, cases, deadline=240.0)
     assert max(map(max, told)) <= plan_of("skewed", "worst", 2).peak[1]
+    assert plan_of("exchange", "hot_rank").peak[1] <= plan_of("exchange", "worst").peak[1], "of what waits in a pool"

@@ -125,7 +125,7 @@ def test_the_busiest_rank_holds_what_is_planned(way: str, tokens: int) -> None:
     planned = partial(trimtab.plan_memory, partial(build, WAYS[way]), partial(loop, tokens), ranks=RANKS, device="cpu")
     keeps_nothing = SimpleNamespace(empty=torch.empty)  # what waits in a run's pool is in no tensor of a ledger
     held = max(told[0] for told in run_ranks(held_on_rank, RANKS, WAYS[way], tokens, ["zipf"], deadline=120.0))
-    with patch.object(transport, "Pool", lambda **_: keeps_nothing):
+    with patch.object(transport, "Pool", lambda _: keeps_nothing):
         plan = planned(skew="zipf")
     print(f"{way}, {tokens} tokens: run {held}, plan {plan.peak / held - 1:+.3%}, {plan.parts}")
     assert plan.peak == pytest.approx(held, rel=0.01)
