@@ -30,7 +30,6 @@ from trimtab.dispatch.facts import (
     MOVEMENTS,
     NO_FACTS,
     PLAN,
-    SIZES,
     UNFIT,
     UNUSABLE,
     CallId,
@@ -301,7 +300,7 @@ def test_a_tag_names_its_layer_by_the_end_of_the_name() -> None:
 
 def test_sizes_behind_a_tag_are_no_part_of_its_name() -> None:
     call_id = CallId(layer="a", number=3, experts=4, top_k=2, width=8, fingerprint="", sized=2)
-    row = count_message(torch.tensor([1, 2]), call_id, {SIZES: torch.tensor([[3, 70], [80, 90]])})[1].tolist()
+    row = count_message(torch.tensor([1, 2]), call_id, {COLUMNS: torch.tensor([[3, 70], [80, 90]])})[1].tolist()
     assert row[COLUMNS:] == [80, 90]
     assert _call_in_words(row, row) == "count forward of layer a, call 3 (4 experts, top-2, width 8)"
 
@@ -311,7 +310,7 @@ def met(*given: dict[str, Any]) -> Handshake:
 
     def message(bad: int = 0, plan: int = 0, facts: Facts = NO_FACTS, number: int = 3) -> list[int]:
         call_id = CallId(layer="a", number=number, experts=6, top_k=2, width=8, fingerprint="", sized=2)
-        values: dict[int, Tensor | int] = {BAD: bad, PLAN: torch.tensor(plan), SIZES: torch.tensor([[65, 66]])}
+        values: dict[int, Tensor | int] = {BAD: bad, PLAN: torch.tensor(plan), COLUMNS: torch.tensor([[65, 66]])}
         row: list[int] = count_message(torch.tensor([1]), call_id, values, facts)[0].tolist()
         return row
 
