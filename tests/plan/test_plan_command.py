@@ -30,7 +30,7 @@ def test_the_command_plans_and_says_how_to_run(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_nothing_fits_is_an_exit_code_and_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gb = ["--gb", "0.03", "--device", "cpu", "--ep", "2", "--layouts", "1", "--out", str(tmp_path)]
+    gb = ["--gb", "0.021", "--device", "cpu", "--ep", "2", "--layouts", "1", "--out", str(tmp_path)]
     assert main(["plan", *TINY, *gb]) == 1
     said = capsys.readouterr().out
     assert "too much: activations" in said
