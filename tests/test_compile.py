@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, dict[str, bool]]] = {
     "sqrt, all around it": ({
         "router": {"score": "sqrtsoftplus", "normalize": True, "top_k": 2}, "activation": "clamped_swiglu",
         "bias": True, "latent_dim": 8, "shared_hidden": 10, "shared_gate": True,
-    }, FP32, {}),
+    }, torch.float64, {}),
     "capacity": ({"router": {"capacity_factor": 0.6}, "activation": "relu_squared", "shared_hidden": 6}, FP32, MASKED),
     "capacity by position, ordered": (
         {"router": {"capacity_factor": 0.6, "drop": "position"}, "activation": "gelu", "combine": "ordered"}, FP32, {},

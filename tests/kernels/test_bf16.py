@@ -164,7 +164,7 @@ def test_dot_products_of_pairs_keep_their_sums_in_registers(march: str) -> None:
         assert found
         assert found % sums == 0
         stack = [line for line in loop if "%rsp" in line or "%rbp" in line]
-        assert sum("zmm" in line for line in stack) <= moves
+        assert sum("zmm" in line or not moves for line in stack) <= moves
 
 
 @pytest.mark.parametrize("march", ["haswell", "znver3", "cooperlake", "native"])
