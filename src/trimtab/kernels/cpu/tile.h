@@ -139,8 +139,8 @@ void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word*
     }
     asm volatile("" ::: "memory");  // where sums go is read again behind the loop, which needs the registers
     long k = 0;
-    const auto steps = [&](long until) __attribute__((always_inline)) {
-        for (; k < until; k++, b += NR) {
+    const auto steps = [&](long count) __attribute__((always_inline)) {
+        for (; count > 0; count--, k++, b += NR) {
             Op::new_row(lda);
             decltype(Op::read(b)) right[Wide];
             UNROLL for (int j = 0; j < Wide; j++) right[j] = Op::read(b + j * VL);
@@ -155,9 +155,9 @@ void tile(long K, const typename Op::Word* a, long lda, const typename Op::Word*
         for (long part = 1, i = 0; part <= 4; part++) {  // not all at once, for they would wait for one another
             for (; i < part * ask.rows / 4; i++)
                 for (long l = 0; l < lines; l++) __builtin_prefetch(ask.p + i * ask.ld + line + 64 * l, 0, 2);
-            steps(k + VL / 4);
+            steps(VL / 4);
         }
-    steps(K);
+    steps(K - k);
     UNROLL for (int i = 0; i < M; i++) {
         if (c.from)
             UNROLL for (int j = 0; j < Wide; j++) acc[i][j] += load(c.from + i * c.ld_from + j * VL);
