@@ -19,10 +19,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.ranks import run_ranks
+from helpers.weights import expert_weights
 from trimtab import AllGather, AllToAll, Dispatcher, ExpertMLP, GroupedLinear, MoEConfig, RouterConfig, SharedMemory
 from trimtab.errors import InputError
+from trimtab.experts.mlp import expert_mlp
+from trimtab.experts.plan import plan_experts
 from trimtab.experts.recipes import MXFP8
 from trimtab.kernels.choose import KernelChoice
+from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.moe import MoE
 from trimtab.plan.ledger import Ledger
 from trimtab.plan.unrun import UnrunGlue, kernels_without_values
@@ -165,6 +169,16 @@ def test_kernels_of_triton_say_what_they_hold(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("trimtab.kernels.selftest.self_test", lambda *_: SimpleNamespace(fault=None))
     real = layer_peak(nullcontext(), KernelChoice(glue.GluedBackend()), None, torch.float32)
     assert layer_peak(WithoutValues(), "grouped_mm", UnrunGlue(), torch.float32) == pytest.approx(real, rel=0.002)
+
+
+def test_stock_products_read_nothing_either() -> None:
+    kernels, bf16 = GroupedMMBackend(), torch.bfloat16
+    with torch.device("meta"):
+        up, down = (torch.randn(E, *s, dtype=bf16, requires_grad=True) for s in ((2 * HIDDEN, D), (D, HIDDEN)))
+        x, w = torch.randn(9, D, dtype=bf16, requires_grad=True), torch.rand(9, K, requires_grad=True)
+        plan = plan_experts(torch.zeros(9, K, dtype=torch.long), E, kernels=kernels)
+        expert_mlp(x, w, plan, *expert_weights(up=up, down=down), "swiglu", kernels).sum().backward()
+    assert all(t.grad is not None for t in (x, w, up, down))
 
 
 @pytest.mark.parametrize("mode", ["fake", "symbolic", "real"])

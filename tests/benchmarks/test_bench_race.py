@@ -16,6 +16,7 @@ from benchmarks.child import cores_of
 from benchmarks.contestant import MALLOC, Contestant, ContestantFailed, Team
 from benchmarks.race import Pace, race, slowest, steps_of, weigh
 from benchmarks.result import Race
+from trimtab.errors import ConfigError
 
 
 def fake(name: str, build: str, role: Any = "ours", ranks: int = 1, **args: Any) -> Contestant:
@@ -164,3 +165,8 @@ def test_memory_sees_pages_and_tensors() -> None:
     assert found["big"]["gradients"] == 7
     assert 2 * size <= found["big"]["resident"] < 3 * size
     assert "KeyError" in found["bad"]["failed"], "it has no such mode"
+
+
+def test_a_pace_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--turns must be at least 1"):
+        Pace(turns=0)

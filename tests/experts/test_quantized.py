@@ -138,10 +138,15 @@ def test_blocks_of_fp8_may_be_cut_at_the_end() -> None:
 def test_refused_to_quantize(name: str, ins: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         quantized(torch.ones(1, 2, 4, ins), name)
-    experts = ExpertMLP(2, 64, 32, dtype=torch.float16)
-    with pytest.raises(ConfigError, match="packed holds weights in float32 or bfloat16, and a weight is in"):
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_what_is_not_packed_is_left_whole(dtype: torch.dtype) -> None:
+    experts = ExpertMLP(2, 64, 32, dtype=dtype)
+    with pytest.raises(ConfigError, match=f"packed holds weights in float32 or bfloat16, and a weight is in {dtype}"):
         experts.quantize_("packed")
-    assert experts.codes is None, "and is left whole"
+    assert experts.codes is None
+    assert experts.gate_up.requires_grad
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -1,4 +1,5 @@
-"""Packs that lie across ranks and do not fit are refused, on every rank. What they compute are rows of the ledger."""
+"""A pack over ranks has the losses, loads and gradients of its documents one by one in one process: packs of each
+rank's own, some of them empty, and packs whose documents lie across ranks of tensor and context parallelism."""
 
 from __future__ import annotations
 
@@ -8,16 +9,45 @@ import pytest
 import torch
 
 from helpers.layout_case import mesh
+from helpers.pack_ranks import PACKS, Cut, build, run_cuts
 from helpers.ranks import run_ranks
 from trimtab.errors import DesyncError, InputError
-from trimtab.moe import MoEConfig, MoEOutput
+from trimtab.moe import MoEOutput
 from trimtab.parallel.expert_parallel import ExpertParallel, parallelize
-from trimtab.routing.config import RouterConfig
+
+S, R = {"tokens": "sharded"}, {"tokens": "replicated"}
+PLANS: dict[str, tuple[int, list[Cut]]] = {
+    "packs of their own": (2, [
+        *(Cut(ep=2, packs=packs, counted=counted) for packs in PACKS for counted in (False, True)),
+        Cut(ep=2, packs="ragged", masked=1.0), Cut(packs="empty"), Cut(ep=2, rerun=True),
+    ]),
+    "context parallel": (2, [
+        *(Cut(ep=2, cp=2, order=order, packs=p) for order in ("zigzag", "uneven", "last") for p in PACKS),
+        Cut(cp=2), Cut(ep=2, cp=2, masked=1.0), Cut(ep=2, cp=2, order="uneven", rerun=True),
+    ]),
+    "tensor parallel": (2, [
+        *(Cut(ep=2, tp=2, packs=packs, **tokens) for tokens in (S, R) for packs in PACKS),
+        Cut(tp=2, **S), Cut(tp=2, masked=0.0, **R), Cut(ep=2, tp=2, rerun=True, **S),
+    ]),
+    "both, and data parallel": (4, [
+        Cut(ep=4, cp=2, tp=2, **S), Cut(ep=2, cp=2, tp=2, order="last", packs="ragged", **S), Cut(ep=2, cp=2),
+        Cut(ep=4, cp=2, tp=2, order="uneven", **R), Cut(ep=4, tp=2, packs="empty", **R), Cut(ep=4, cp=4, order="last"),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_pack_is_its_documents_one_by_one(plan: str) -> None:
+    ranks, cuts = PLANS[plan]
+    for rank, found in enumerate(run_ranks(run_cuts, ranks, cuts)):
+        for cut, errors in found.items():
+            assert len(errors) == 11
+            bad = {name: error for name, error in errors.items() if not error <= 1e-12}
+            assert not bad, (rank, cut, bad)
 
 
 def spread() -> Any:
-    router = RouterConfig(num_experts=4, top_k=2, sequence_aux_loss=0.7)
-    moe = MoEConfig(dim=8, hidden=8, router=router, dtype=torch.float64).build()
+    moe = build()
     whole = mesh(data=1, cp=2)
     parallelize(moe, mesh(ep=2)["ep"], {"": ExpertParallel(cp_mesh=whole["cp"])})
     return moe

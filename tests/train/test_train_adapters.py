@@ -93,6 +93,22 @@ def test_two_ranks_have_the_numbers_of_one_process(alone: Path, pair: Path) -> N
     assert_same_adapters(pair, alone)
 
 
+def test_nf4_over_data_parallel_and_over_tensor_parallel_ranks(text: Path, tmp_path: Path) -> None:
+    config = TrainConfig(
+        model="mixtral", data=(str(text),), seq_len=16, batch_size=2, max_steps=2, lr=0.01, lora=2, quantize="nf4",
+        lora_targets="experts", out=str(tmp_path / "alone"),
+    )  # fmt: skip
+    run_forked(config, 1)
+    for way in ({"ep": 2, "batch_size": 1}, {"ep": 2, "tp": 2}):
+        given = replace(config, out=str(tmp_path / "-".join(way)), **way)
+        run_forked(given, 2)
+        assert_same_adapters(Path(given.out), Path(config.out))
+        (row,) = (line.split() for line in log(Path(given.out)).splitlines() if line.startswith("routed experts"))
+        assert row[-3] == f"{3 * 3 * 8 * 128 * 192:,}", "codes, on all ranks"
+        assert SHARDED in log(Path(given.out))
+    assert SHARDED not in log(Path(config.out))
+
+
 @pytest.fixture
 def compiled() -> None:
     if get_backend("auto", torch.device("cpu")).name != "cpu":

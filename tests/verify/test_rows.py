@@ -24,7 +24,6 @@ ROWS = {
     "sinks": "2r-ep2-ddp-maingrad-delayed 2r-etp2-local-maingrad 2r-ep2-fsdp-delayed 2r-ep2-maingrad "
     "2r-ep2-ddp-nf4-lora-maingrad-delayed 2r-ep2-fsdp-sharedlora-delayed 2r-ep2-nf4-delayed "
     "2r-ep2-tp2-sharded-delayed",
-    "packs": "1r-local-packed 2r-ep2-ddp-packed 2r-ep2-cp2-packed 2r-ep2-tp2-sharded-packed",
     "panels": "2r-ep2-fsdp-panels-lora 2r-ep2-ordered-panels-sharedlora-replicas-reentrant",  # they hold no float64
     "replicas": "2r-ep2-replicas 2r-ep2-ordered-replicas-recomputed 2r-ep2-allgather-autoreplicas-rerouted "
     "2r-ep2-sharedmemory-ordered-replicas-reentrant 2r-ep2-replicas-recomputed-maingrad",
@@ -33,7 +32,6 @@ ROWS = {
 }
 FOUR = {
     "transports": "4r-ep4 4r-ep4-allgather-ordered 4r-ep4-sharedmemory 4r-ep2-cp2-tp2-sharded-ddp",
-    "packs": "4r-ep2-cp2-tp2-sharded-ddp-packed 4r-ep4-tp2-replicated-ddp-reentrant-packed",
     "weights and sinks": "4r-ep2-hsdp-sharedlora 4r-ep2-etp2-fsdp-nf4-lora 4r-ep2-etp2-ddp-maingrad",
     "replicas": "4r-ep4-allgather-ordered-replicas 4r-ep4-sharedmemory-replicas-recomputed "
     "4r-ep2-etp2-nf4-sharedlora-replicas-recomputed 4r-ep2-fsdp-lora-replicas-recomputed",
