@@ -90,6 +90,7 @@ def test_the_time_is_a_bound() -> None:
         ({"replicate_experts": "0.1", "ep": 1}, "--replicate-experts 0.1: every rank has all experts (ep 1)"),
         ({"tp": 3}, "--tp 3 does not divide Qwen3MoeForCausalLM's 4 heads (num_attention_heads)"),
         ({"kernels": "cpu"}, "kernels 'cpu' run on cpu devices only, not on cuda"),
+        ({"kernels": "triton"}, "kernels 'triton' cannot be planned: plan with 'grouped_mm+triton'"),
     ],
 )
 def test_a_layout_that_the_run_refuses_is_refused_in_its_words(options: dict[str, Any], said: str) -> None:

@@ -10,7 +10,7 @@ triton       whole SwiGLU experts in Triton                             CUDA
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -55,8 +55,8 @@ def names_for(name: str, device: torch.device) -> tuple[str, ...]:
     return ("torch",) if switched_off() else ("cpu", "torch")
 
 
-def get_backend(name: str, device: torch.device) -> Backend:
-    """The backend called `name`: one of `BACKENDS`, or "auto" for the fastest on `device`.
+def get_backend(name: str, device: torch.device, of: Mapping[str, Callable[[], Backend]] = BACKENDS) -> Backend:
+    """The backend called `name`: one of `of`, or "auto" for the fastest on `device`.
 
     Raises:
         BackendError: no such backend, or it cannot run on the device.
@@ -64,15 +64,15 @@ def get_backend(name: str, device: torch.device) -> Backend:
     names = names_for(name, device)
     for other in names[:-1]:
         try:
-            return get_backend(other, device)
+            return get_backend(other, device, of)
         except BackendError:
             continue  # `KernelChoice` says so
     last = names[-1]
-    if last not in BACKENDS:
-        raise BackendError(f"no kernels named {last!r}: choose one of {['auto', *BACKENDS]}")
+    if last not in of:
+        raise BackendError(f"no kernels named {last!r}: choose one of {['auto', *of]}")
     if device.type != RUNS_ON.get(last, device.type):
         raise BackendError(f"kernels {last!r} run on {RUNS_ON[last]} devices only, not on {device}")
-    return BACKENDS[last]()
+    return of[last]()
 
 
 class KernelChoice:

@@ -21,8 +21,7 @@ from trimtab.kernels.rows import Csr, combine_rows, expand_rows, gather_padded, 
 from trimtab.kernels.tensor_checks import row_major
 
 AT_ONCE = 64 << 20
-"""Bytes of a weight gradient that PyTorch's grouped GEMM, which writes to no memory of the caller's, makes at once, or
-256 columns: of 128 and fewer GPUs take it in small tiles."""
+"""Bytes of a weight gradient that are made at once; at least 256 columns, as GPUs take 128 in small tiles."""
 
 
 class TorchBackend:

@@ -38,8 +38,7 @@ def ddp_without_values(world: World, ledger: Ledger) -> Iterator[None]:
         world.fill(told["module"])
         with world.mode:
             own(**told | OPTIONS)
-        wrapped = told["self"]
-        hook(wrapped, wrapped.process_group, lambda group, bucket: reduced(group, bucket.buffer()))
+        hook(told["self"], told["self"].process_group, lambda group, bucket: reduced(group, bucket.buffer()))
 
     def refused(*_: Any, **__: Any) -> None:
         raise ConfigError("DDP's comm hooks cannot be planned: plan without them, or with FSDP2")

@@ -12,26 +12,20 @@ from torch import Tensor
 from trimtab.dispatch.planned import Pool
 from trimtab.errors import BackendError, ConfigError
 from trimtab.kernels.api import Backend
-from trimtab.kernels.choose import RUNS_ON, names_for
+from trimtab.kernels.choose import get_backend
 from trimtab.kernels.compiled import CompiledKernels
 from trimtab.kernels.torch_mm import GroupedMMBackend, TorchBackend
 from trimtab.kernels.triton import GATED, WORDS
 
 
 def kernels_without_values(names: str, kind: str) -> Backend:
-    """The first that a run on this kind of device takes by these names, see `kernels_of`. Raises ConfigError where it
-    cannot be planned; BackendError where none runs on one."""
+    """The first that a run on this kind of device takes by these names. Raises as `kernels_of`, or ConfigError."""
     refused = []
-    for name in [found for each in names.split(",") for found in names_for(each, torch.device(kind))]:
-        if RUNS_ON.get(name, kind) != kind:
-            refused.append(f"kernels {name!r} run on {RUNS_ON[name]} devices only, not on {kind}")
-        elif name not in UNRUN:
-            raise ConfigError(f"kernels {name!r} cannot be planned: choose one of {[*UNRUN]}")
-        else:
-            try:
-                return UNRUN[name]()
-            except BackendError as error:
-                refused.append(str(error))
+    for name in names.split(","):
+        try:
+            return get_backend(name, torch.device(kind), UNRUN)
+        except BackendError as error:
+            refused.append(str(error))
     raise BackendError("; ".join(refused))
 
 
@@ -75,6 +69,11 @@ class UnrunKernels(UnrunTorch, CompiledKernels):
         super()._run(name, fields, lambda field, _: ctypes.addressof(offsets) if field == "offsets" else 1)
 
 
+def _refused() -> Backend:
+    raise ConfigError("kernels 'triton' cannot be planned: plan with 'grouped_mm+triton', which hold as much or more")
+
+
 UNRUN: dict[str, Callable[[], Backend]] = {
     "cpu": UnrunKernels, "torch": UnrunTorch, "grouped_mm": GroupedMMBackend, "grouped_mm+triton": UnrunGlue,
+    "triton": _refused,
 }  # fmt: skip
