@@ -238,7 +238,7 @@ def far_glue() -> None:
         assert_close(got, wanted, 1e-5, f"glue: {name}")
     source, out = (sparse(5, 512, stride=(2**29, 1)) for _ in range(2))
     source[4] = 3
-    glue.write_kernel[(1, 5)](source, torch.tensor([0, 0, 0, 0, 0, 1]), out, 2**29, 2**29, ADD=False, BLOCK=512)
+    glue.write_kernel[(1, 5)](source, torch.tensor([0, 0, 0, 0, 0, 1]), out, 2**29, ADD=False, BLOCK=512)
     assert bool((out[4] == 3).all()), "glue: write"
 
 

@@ -8,11 +8,9 @@ from torch import Tensor
 
 from helpers.comparing import assert_close
 from trimtab.experts.plan import plan_experts
-from trimtab.kernels import torch_mm
 from trimtab.kernels.api import Backend
 from trimtab.kernels.choose import get_backend
 from trimtab.kernels.rows import REST, Csr, combine_rows, cut_rest, gather_rows
-from trimtab.plan.ledger import Ledger
 
 CPU = torch.device("cpu")
 A, B, E = 16, 24, 5
@@ -76,24 +74,6 @@ def test_grouped_kernels(name: str, dtype: torch.dtype, bound: float, together: 
     ours, truth = over_blocks(get_backend(name, CPU), counts, dtype, together)
     for kernel, value in ours.items():
         assert_close(value, truth[kernel], bound, kernel)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_weight_gradient_is_made_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In parts, and whole numbers as at once; the rows of nobody hold NaN."""
-    kernels, a, b = get_backend("grouped_mm", CPU), *(torch.randint(-3, 4, (75, n)).to(dtype) for n in (1536, 64))
-    a[70:] = b[70:] = float("nan")
-    (block,), found = kernels.blocks(torch.tensor([0, 40, 40, 70]), 75), []
-    for most in (1 << 30, 0):
-        monkeypatch.setattr(torch_mm, "AT_ONCE", most)
-        made, added = (torch.full((3, 1536, 64), value, dtype=dtype) for value in (float("nan"), 2.0))
-        kernels.grouped_wgrad(a, b, block, added, add=True)
-        with Ledger() as ledger:
-            kernels.grouped_wgrad(a, b, block, made)
-        found.append((torch.cat((made, added)), ledger.peak()[0] / made.nbytes))
-    (whole, twice), (parts, once) = found
-    assert torch.equal(whole, parts)
-    assert once <= 0.17 < 1 <= twice
 
 
 @pytest.mark.parametrize("name", ["torch", "grouped_mm"])

@@ -20,9 +20,6 @@ from trimtab.kernels.compiler import multiplies_bf16
 from trimtab.kernels.rows import Csr, combine_rows, expand_rows, gather_padded, gather_rows
 from trimtab.kernels.tensor_checks import row_major
 
-AT_ONCE = 64 << 20
-"""Bytes of a weight gradient that are made at once; at least 256 columns, as GPUs take 128 in small tiles."""
-
 
 class TorchBackend:
     """A block is one expert, or several of few rows. For the CPU."""
@@ -134,18 +131,12 @@ class GroupedMMBackend:
 
     def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
         self._check_widths(out_eAB.shape[1:], a_RA)
-        (out_eAB, *both), wide = as_it_lies(out_eAB, a_RA, b_RB), a_RA.element_size()
-        a_RA, b_RB = map(row_major, both)
-        part = max(AT_ONCE // max(len(out_eAB) * out_eAB.shape[2] * wide, 1) // 256, 1) * 256
-        for out, a in zip(torch.split(out_eAB, part, 1), torch.split(a_RA, part, 1), strict=True):
-            self.write(torch.nn.functional.grouped_mm(a.t(), b_RB, offs=block.ends_e), block, out, add)
-
-    def write(self, dw: Tensor, block: Block, out: Tensor, add: bool) -> None:
-        """What was made for experts without rows is not read: some GPUs leave it as it was."""
-        if not add and out.dtype is dw.dtype:
-            torch.where(block.empty_e11, dw.new_zeros(()), dw, out=out)  # one pass over the weights
+        out_eAB, a_RA, b_RB = as_it_lies(out_eAB, a_RA, b_RB)
+        dw = torch.nn.functional.grouped_mm(row_major(a_RA).t(), row_major(b_RB), offs=block.ends_e)
+        if not add and out_eAB.dtype is dw.dtype:  # some GPUs leave gradients of experts without rows as they were
+            torch.where(block.empty_e11, dw.new_zeros(()), dw, out=out_eAB)  # one pass over the weights
         else:
-            put(out, dw.masked_fill_(block.empty_e11, 0), add)
+            put(out_eAB, dw.masked_fill_(block.empty_e11, 0), add)
 
     def grouped_sum(self, rows_RA: Tensor, block: Block) -> Tensor:
         index = torch.arange(rows_RA.shape[0], device=rows_RA.device)

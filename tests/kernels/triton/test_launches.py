@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
-from trimtab.kernels.api import Block
 from trimtab.kernels.rows import Csr
 from trimtab.kernels.triton import glue, moves, products, swiglu
 from trimtab.kernels.triton.language import AMPERE, BLACKWELL, CDNA, HOPPER, WARPS, Gemms, Launch, on
@@ -86,7 +85,7 @@ def call_all(rows: int, top_k: int, alignment: int, dtype: torch.dtype = torch.b
     products.weight_grad(x, h, offsets, down, LAUNCH, a_index_R=index)
     glue.activate("swiglu", pre, w_MK, index)
     glue.activate_backward("swiglu", pre, h, w_MK, index, None, True)
-    glue.GluedBackend().write(up, Block(slice(EXPERTS), slice(rows), offsets), torch.empty_like(up), True)
+    glue.write_gradient(up, offsets, torch.empty_like(up), True)
     moves.gather(x, index)
     moves.combine(x, Csr(indices=index, indptr=integers(rows + 1)))
     moves.place_slots(integers(rows, top_k), EXPERTS, alignment=alignment)

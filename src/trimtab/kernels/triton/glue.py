@@ -4,7 +4,7 @@ one launch. They have no tiles to tune, so that they are as good on any GPU.
     activate            h = w * f(pre)
     activate_backward   d_pre = w * dh * f'(pre), w * h for the gradient of down, and the routing weight's gradient,
                         sum(h * dh), into its slot
-    write               dw[e], zeros for an expert without rows, into a buffer or on top of it
+    write_gradient      dw[e], zeros for an expert without rows, into a buffer or on top of it
 
 Rows that no slot is behind are neither read nor written: they lie behind the last segment, where nobody reads.
 
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.kernels.api import Block
+from trimtab.kernels.api import Block, as_it_lies
 from trimtab.kernels.rows import Csr
+from trimtab.kernels.tensor_checks import row_major
 from trimtab.kernels.torch_mm import GroupedMMBackend
 from trimtab.kernels.triton import GATED, WORDS
 from trimtab.kernels.triton.language import FUSED, kernel, on_device_of, tl, triton
@@ -111,17 +112,16 @@ def _activate_backward(  # type: ignore[no-untyped-def]
         tl.store(dw + slot, dot)
 
 
-def _write(made, offsets, out, size, step, ADD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _write(made, offsets, out, size, ADD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A part of one expert's gradient; what was made for an expert without rows is not read."""
     expert = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(offsets + expert + 1) - tl.load(offsets + expert)
     read = place < tl.where(rows > 0, size, 0)
     value = tl.load(made + expert * size + place, mask=read, other=0.0).to(tl.float32)
-    there = out + expert * step + place
     if ADD:
-        value += tl.load(there, mask=place < size, other=0.0).to(tl.float32)
-    tl.store(there, value.to(out.dtype.element_ty), mask=place < size)
+        value += tl.load(out + expert * size + place, mask=place < size, other=0.0).to(tl.float32)
+    tl.store(out + expert * size + place, value.to(out.dtype.element_ty), mask=place < size)
 
 
 activate_kernel = kernel(_activate)
@@ -158,6 +158,16 @@ def activate_backward(
     return d_pre, hw, dw
 
 
+def write_gradient(made_eAB: Tensor, offsets_e: Tensor, out_eAB: Tensor, add: bool) -> None:
+    """Both contiguous; out of any floating dtype."""
+    experts, size = made_eAB.shape[0], made_eAB.shape[1:].numel()
+    if experts and size:
+        with on_device_of(made_eAB):
+            write_kernel[(triton.cdiv(size, BLOCK), experts)](
+                made_eAB, offsets_e, out_eAB, size, ADD=add, BLOCK=BLOCK, num_warps=4, **FUSED
+            )
+
+
 class GluedBackend(GroupedMMBackend):
     """Grouped GEMMs of PyTorch; rows are planned, moved, activated and summed by Triton, on CUDA devices."""
 
@@ -179,12 +189,11 @@ class GluedBackend(GroupedMMBackend):
     def activate_backward(self, word: str, pre_RI: Tensor, dh_RF: Tensor, w_MK: Tensor, *more: Any) -> Any:
         return activate_backward(word, pre_RI.contiguous(), dh_RF, w_MK.contiguous(), *more)
 
-    def write(self, dw: Tensor, block: Block, out: Tensor, add: bool) -> None:
-        (experts, *rest), (step, *strides) = dw.shape, out.stride()
-        if strides != [rest[1], 1]:
-            super().write(dw, block, out, add)
-        elif size := rest[0] * rest[1]:
-            with on_device_of(dw):
-                write_kernel[(triton.cdiv(size, BLOCK), experts)](
-                    dw.contiguous(), block.offsets_e, out, size, step, ADD=add, BLOCK=BLOCK, num_warps=4, **FUSED
-                )
+    def grouped_wgrad(self, a_RA: Tensor, b_RB: Tensor, block: Block, out_eAB: Tensor, *, add: bool = False) -> None:
+        out, a, b = as_it_lies(out_eAB, a_RA, b_RB)
+        if not out.is_contiguous():
+            super().grouped_wgrad(a_RA, b_RB, block, out_eAB, add=add)
+            return
+        self._check_widths(out.shape[1:], a)
+        made = torch.nn.functional.grouped_mm(row_major(a).t(), row_major(b), offs=block.ends_e)
+        write_gradient(made.contiguous(), block.offsets_e, out, add)
