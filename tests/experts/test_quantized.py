@@ -24,8 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from helpers.pairs import Pair, Subject
 from trimtab.errors import ConfigError
 from trimtab.experts.module import ExpertMLP
-from trimtab.experts.quantized import FORMATS, HUGE, decoded, in_huge_pages, quantized, scales_of
+from trimtab.experts.quantized import FORMATS, HUGE, _pairs, decoded, every_code, in_huge_pages, quantized, scales_of
 from trimtab.kernels.compiled import CODES
+from trimtab.plan.without_values import WithoutValues
 
 
 def drawn(name: str, shape: tuple[int, int, int], g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -109,6 +110,15 @@ def test_whole_huge_pages_are_asked_for_and_hold_what_small_ones_held(
     asked.clear()
     codes = ExpertMLP(1, 1024, 1024).quantize_("packed").down
     assert any(codes.data_ptr() <= at < at + size <= codes.data_ptr() + codes.nbytes for at, size, _ in asked)
+
+
+@pytest.mark.parametrize("name", ["nf4", "mxfp4"])
+def test_codes_mean_the_same_after_a_run_without_values(name: str) -> None:
+    codes, scales, weight = every_code(name, (1, 8, 64), torch.float32)
+    _pairs.cache_clear()  # as in a process whose first codes these are
+    with WithoutValues():
+        decoded(*(torch.empty_like(t) for t in (codes, scales)), name, torch.float32)
+    assert torch.equal(decoded(codes, scales, name, torch.float32), weight)
 
 
 def test_blocks_of_codes_by_hand() -> None:

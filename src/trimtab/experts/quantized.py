@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.errors import ConfigError
+from trimtab.kernels.tensor_checks import modes
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -94,13 +95,12 @@ def decoded(
         out.view(value.shape).copy_(value)
         return out
     if f.values:
-        wide = _pairs(f.values, f.high_first, codes_eOI.device)
+        wide = (_pairs.__wrapped__ if modes() else _pairs)(f.values, f.high_first, codes_eOI.device)
         value = wide.index_select(0, codes_eOI.reshape(-1).int()).view(*codes_eOI.shape[:-1], -1)
     else:
         value = codes_eOI.view(f.stored).to(torch.float32)
-    scale = scales_eOI
-    if scale.dtype is torch.uint8:
-        scale = torch.pow(2.0, scale.to(torch.int32) - 127)
+    powers = scales_eOI.dtype is torch.uint8
+    scale = torch.pow(2.0, scales_eOI.to(torch.int32) - 127) if powers else scales_eOI
     e, outs, ins = value.shape
     if f.outs > 1:
         scale = scale.repeat_interleave(f.outs, 1)[:, :outs]
@@ -238,7 +238,7 @@ def _unpacked(codes: Tensor, f: Format) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _pairs(values: tuple[float, ...], high_first: bool, device: torch.device) -> Tensor:
-    """The two values of each byte, [256, 2]."""
+    """The two values of each byte, [256, 2]. Under a mode not from the cache: a plan's have none."""
     with torch.inference_mode(False), torch.device(device):
         value, byte = torch.tensor(values, dtype=torch.float32), torch.arange(256)
     halves = (byte >> 4, byte & 15) if high_first else (byte & 15, byte >> 4)
