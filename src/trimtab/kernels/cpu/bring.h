@@ -135,14 +135,6 @@ void bring_transposed(const T* w, long ld, long kn, long nn, const Panels<typena
     }
 }
 
-template <class Op, class T>
-void panel_by_rows(const Stack& w, long out, long apart, long in, long n, typename Op::Word* to, long outs) {
-    constexpr long ld = pitch(KC);
-    T rows[NR * ld];
-    for (long i = 0; i < outs; i++) w.decode(out + i * apart, in, n, rows + i * ld);
-    bring_transposed<Op>(rows, ld, n, outs, panels_of<Op>(to));
-}
-
 // Rows of a left operand from VL rows of words, `pitch` words apart: words m of all rows become row m.
 template <class Word>
 void turn(const Word* words, long pitch, Word* to, long ld, long nn) {
@@ -213,6 +205,8 @@ struct Matrix<coded<T>> {
             };
             return bring_rows<Op, T>(row, ask, kn, nn, to);
         }
+        constexpr long ld = pitch(KC);
+        T rows[NR * ld];
         for (long n = 0; n < nn; n += NR) {
             const long some = std::min<long>(NR, nn - n);
 #if defined(HAVE_DECODE)
@@ -223,7 +217,8 @@ struct Matrix<coded<T>> {
                 continue;
             }
 #endif
-            panel_by_rows<Op, T>(w, output(part, n0 + n), step, k0, kn, to.at(0, n), some);
+            for (long i = 0; i < some; i++) w.decode(output(part, n0 + n + i), k0, kn, rows + i * ld);
+            bring_transposed<Op>(rows, ld, kn, some, {to.p + n / NR * to.panel, to.row, to.panel});
         }
     }
     // The product of few rows with a panel, if it is made without being brought.

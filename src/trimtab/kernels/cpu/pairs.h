@@ -104,10 +104,6 @@ struct Pairs {
         const vu words[2] = {(vu)narrow(v[0], v[1]), (vu)narrow(v[2], v[3])};
         take(k, words);
     }
-    template <class Take>
-    static INLINE void take_words(const vu* words, long k, const Take& take) {
-        take(k, words);
-    }
     static INLINE vu read(const uint32_t* p) { return *(const vu_any*)p; }
     static INLINE void put_row(const bf16* from, bf16* to, long n) { memcpy(to, from, n * sizeof(bf16)); }
     static INLINE void put_row(const float* from, bf16* to, long n) {

@@ -122,13 +122,6 @@ struct Floats {
         take(k, even);
         take(k + 1, odd);
     }
-    template <class Take>
-    static INLINE void take_words(const vu* pairs, long k, const Take& take) {  // of bf16, an even and an odd k
-        const vf even[2] = {(vf)(pairs[0] << 16), (vf)(pairs[1] << 16)};
-        const vf odd[2] = {(vf)(pairs[0] & 0xffff0000u), (vf)(pairs[1] & 0xffff0000u)};
-        take(k, even);
-        take(k + 1, odd);
-    }
     static INLINE vf spread(float x) { return splat(x); }
     static INLINE vf add(vf sum, vf a, vf b) { return multiply_add(a, b, sum); }
 };
