@@ -91,9 +91,7 @@ def test_transformers_reads_the_same_bits(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("entries", [0, 7, HUGE, 3 * HUGE + 5])
-def test_whole_huge_pages_are_asked_for_and_hold_what_small_ones_held(
-    entries: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_huge_pages_are_asked_for_and_keep_what_they_hold(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, asked = torch.arange(entries).to(torch.uint8)[2:], list[Any]()
     before, begin, end = tensor.clone(), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     in_huge_pages(tensor)
@@ -137,14 +135,11 @@ def test_blocks_of_fp8_may_be_cut_at_the_end() -> None:
     assert wide[1, 199, 150] == codes.view(torch.float8_e4m3fn)[1, 199, 150].float() * scales[1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "ins", "says"),
-    [
-        ("nf4", 96, "multiple"), ("fp8", 128, "can be quantized"), ("nf5", 64, "can be quantized"),
-        ("packed", 64, "packed has blocks of 32 outputs, and a weight has 4, no multiple"),
-        ("packed_pairs", 64, "can be quantized"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "ins", "says"), [
+    ("nf4", 96, "multiple"), ("fp8", 128, "can be quantized"), ("nf5", 64, "can be quantized"),
+    ("packed", 64, "packed has blocks of 32 outputs, and a weight has 4, no multiple"),
+    ("packed_pairs", 64, "can be quantized"),
+])  # fmt: skip
 def test_refused_to_quantize(name: str, ins: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         quantized(torch.ones(1, 2, 4, ins), name)
@@ -179,14 +174,11 @@ def test_packed_are_the_weights_panel_by_panel(dtype: torch.dtype, word: int, tr
     assert same_bits(decoded(pairs, scales, "packed_pairs", dtype), weight)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda mlp: mlp.bfloat16(), "codes of packed came in torch.bfloat16"),
-        (lambda mlp: mlp.down.requires_grad_(), "codes of packed do not train"),
-        (lambda mlp: mlp.down_scales.requires_grad_(), "codes of packed do not train"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda mlp: mlp.bfloat16(), "codes of packed came in torch.bfloat16"),
+    (lambda mlp: mlp.down.requires_grad_(), "codes of packed do not train"),
+    (lambda mlp: mlp.down_scales.requires_grad_(), "codes of packed do not train"),
+])  # fmt: skip
 def test_packed_are_neither_cast_nor_trained(change: Callable[[ExpertMLP], object], says: str) -> None:
     experts = ExpertMLP(2, 64, 32).quantize_("packed")
     change(experts)
@@ -257,10 +249,19 @@ def test_no_loader_takes_panels_for_anything_else(other: str, back: bool, how: s
     saved = saved.quantize_(other.replace("bf16", "packed")) if other else saved
     saved, module = (saved, module.quantize_("packed"))[:: -1 if back else 1]
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    with pytest.raises((ConfigError, RuntimeError, CheckpointException), match=r"ize mismatch|came without"):
+    with pytest.raises((ConfigError, RuntimeError, CheckpointException), match=r"ize mismatch|came (without|as codes)"):
         LOADERS[how](module, saved, tmp_path)
     for key in ("gate_up", "down"):
         assert same_bits(module.get_parameter(key), before[key])
+
+
+@pytest.mark.parametrize("how", sorted(LOADERS.keys() - {"dcp"}))  # by which nothing of ours is asked
+def test_no_loader_takes_codes_for_weights(how: str, tmp_path: Path) -> None:
+    saved, module = ExpertMLP(2, 64, 64).quantize_("int8"), ExpertMLP(2, 64, 64)
+    before = module.gate_up.detach().clone()
+    with pytest.raises(ConfigError, match=r"gate_up came as codes, not in torch\.float32: quantize"):
+        LOADERS[how](module, saved, tmp_path)
+    assert same_bits(module.gate_up, before)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

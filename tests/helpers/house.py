@@ -195,7 +195,7 @@ _TRANSFORMERS = {
     "_apply_gate", "_experts_implementation", "_from_config", "_is_expert_parallel", "_keep_in_fp32_modules",
     "_keys_to_ignore_on_load_unexpected", "_mesh_manager", "_n_gpu", "_original_source_patterns",
     "_original_target_patterns", "_is_hf_initialized", "_weight_conversions", "_model_mapping", "_clip_grad_norm",
-    "_mixed_mesh_grads", "_hf_peft_config_loaded",
+    "_mixed_mesh_grads", "_hf_peft_config_loaded", "_hf_hook",
 }  # fmt: skip
 _PEFT = {"_activate_lora", "_check_merge_allowed", "_did_swap_in_out_features"}
 _NOT_TORCH = _TUPLES | _TRANSFORMERS | _PEFT

@@ -112,7 +112,7 @@ class GroupedModule(nn.Module):
 
     def _device(self) -> torch.device:
         """Where the parameters are."""
-        raise NotImplementedError
+        return next(self.parameters()).device
 
     def backward_dw(self) -> None:
         """Weight and bias gradients of the oldest backward that has not had them yet; hooks fire now.

@@ -176,9 +176,6 @@ class GroupedLinear(GroupedModule):
     def _widths(self) -> Sequence[tuple[int, int]]:
         return [(self.in_features, self.out_features)]
 
-    def _device(self) -> torch.device:
-        return self.weights[0].device
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("weight", "bias"):
             convert_state(state_dict, prefix, name, self.num_groups, stacked=self._stacked(name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -246,8 +246,11 @@ class ExpertMLP(GroupedModule):
         hidden = self.hidden // ranks  # that share F
         return [(self.dim, 2 * hidden if self.gated else hidden), (hidden, self.dim)]
 
-    def _device(self) -> torch.device:
-        return self.down.device
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        from trimtab.experts.quantized import refuse_others
+
+        refuse_others(self, state_dict, prefix)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *args)  # transformers' models do so, too
 
     def extra_repr(self) -> str:
         shown = f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), {self.activation}"

@@ -46,8 +46,7 @@ class Format:
     codes stand for numbers around 1.
 
     decode: of codes that are the values in another order, a view of them that has, flat, the order of the weights.
-    runs: parts whose outputs lie in turn in the weights. in_turn: the format for gate and up in turn, where it is not
-    this one."""
+    runs: parts whose outputs lie in turn in the weights. in_turn: the format for gate and up in turn, if another."""
 
     per_byte: int
     outs: int
@@ -175,15 +174,17 @@ def hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor) -> None:
     """Put codes and their scales in the place of a module's weight, frozen, which no plain weights are loaded into."""
     for key, value in ((weight, codes), (f"{weight}_scales", scales)):
         setattr(module, key, nn.Parameter(value, requires_grad=False))
-    module.register_load_state_dict_pre_hook(_refuse_values)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(refuse_others)  # type: ignore[no-untyped-call]
 
 
-def _refuse_values(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """A hook before `load_state_dict`: raise ConfigError for plain weights, which a loose load would take for codes."""
-    for name, _scales in module.named_parameters(prefix.removesuffix("."), recurse=False):
+def refuse_others(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """A hook before a load, loose or not: raise ConfigError for weights in the place of codes, and the other way."""
+    for name, own in module.named_parameters(prefix.removesuffix(".")):
         of = name.removesuffix("_scales")
         if of != name and of in state and name not in state:
             raise ConfigError(f"{of} came without {name}: load plain weights first, and quantize them then")
+        if getattr(state.get(name), "dtype", None) is torch.uint8 and own.is_floating_point():
+            raise ConfigError(f"{name} came as codes, not in {own.dtype}: quantize experts to their format, then load")
 
 
 def every_code(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -114,9 +114,7 @@ def test_scales_that_a_cast_has_rounded_are_used_for_nothing(cast: str, name: st
     model = quantize_experts(tiny("qwen3_moe"), name)
     CASTS[cast](model)
     for use in (loss_and_gradients, dequantize_experts, lambda model: model.save_pretrained(tmp_path)):
-        with pytest.raises(
-            ConfigError, match=rf"(codes|scales) of {name} came in .*in the place of model\.to\(dtype\)"
-        ):
+        with pytest.raises(ConfigError, match=rf"(codes|scales) of {name} came in .*place of model\.to\(dtype\)"):
             use(model)
 
 
@@ -212,9 +210,7 @@ def test_packed_is_the_model_that_was_read(family: str, dtype: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_is_saved_as_plain_whatever_is_saved_and_failing_leaves_it_packed(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_packed_is_saved_as_plain_and_stays_packed_where_that_fails(dtype: torch.dtype, tmp_path: Path) -> None:
     """Parts, shards with their index, a state that is handed in; and single experts that are resumed from."""
     plain = tiny("qwen3_moe").to(dtype)
     packed = quantize_experts(copy.deepcopy(plain), "packed")
@@ -229,9 +225,7 @@ def test_packed_is_saved_as_plain_whatever_is_saved_and_failing_leaves_it_packed
         lambda model, folder: model.model.save_pretrained(folder),
         lambda model, folder: model.save_pretrained(folder, max_shard_size="50KB"),
         lambda model, folder: model.save_pretrained(folder, state_dict=other),
-        lambda model, folder: model.save_pretrained(
-            folder, state_dict={k: 2 * v for k, v in model.state_dict().items()}
-        ),
+        lambda model, to: model.save_pretrained(to, state_dict={k: 2 * v for k, v in model.state_dict().items()}),
         lambda model, folder: (model if model is plain else with_decoded(model)).save_pretrained(folder),
         lambda model, folder: model.save_pretrained(folder, state_dict=model.state_dict()),
     ]
@@ -254,7 +248,7 @@ def test_packed_is_saved_as_plain_whatever_is_saved_and_failing_leaves_it_packed
         packed.load_state_dict(single, strict=False)
 
 
-def test_codes_are_not_saved_as_weights(tmp_path: Path) -> None:
+def test_codes_are_neither_saved_nor_loaded_as_weights(tmp_path: Path) -> None:
     """Of a part, of a model around what was quantized, of a part of an official one."""
     whole, around = (tiny("qwen3_moe") for _ in range(2))
     quantize_experts(whole, "nf4")
@@ -264,6 +258,25 @@ def test_codes_are_not_saved_as_weights(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="codes of experts saved as weights: save the model that was quan"):
                 save(model, tmp_path / "saved")
     assert not [*tmp_path.glob("saved/*")]
+    with pytest.raises(ConfigError, match=r"0\.mlp\.experts\.gate_up_proj came as codes"):
+        nn.Sequential(tiny("qwen3_moe")).load_state_dict(nn.Sequential(around).state_dict(), strict=False)
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "packed"])
+def test_experts_that_accelerate_offloads_run_and_are_otherwise_refused(name: str, tmp_path: Path) -> None:
+    """It would go on with the codes that it holds, or have panels saved as weights."""
+    pytest.importorskip("accelerate")
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    where, config = dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}, QuantizedExpertsConfig(name)
+    plain = load(tmp_path, device_map=where, offload_folder=tmp_path / "0")
+    model = load(tmp_path, device_map=where, offload_folder=tmp_path / "1", quantization_config=config)
+    for use in (lambda: model.save_pretrained(tmp_path / "2"), lambda: dequantize_experts(model),
+                lambda: quantize_experts(plain, name)):  # fmt: skip
+        with pytest.raises(ConfigError, match="Qwen3MoeExperts is offloaded by accelerate"):
+            use()
+    models = (model, load(tmp_path, quantization_config=config))
+    assert torch.equal(*(each(torch.arange(12).view(2, 6)).logits for each in models))
 
 
 def test_quantized_in_place_saved_and_read_again(tmp_path: Path) -> None:
@@ -314,8 +327,7 @@ def test_packed_shards_of_different_sizes_are_saved_as_the_whole() -> None:
 
 
 def read_and_save(folder: str, kind: str, given: dict[str, Any]) -> tuple[dict[str, Tensor], set[int], int]:
-    """All tensors of a model at ep 2, put together, saved and read again; of how many experts this rank has codes; how
-    many matrices it encoded."""
+    """All tensors of a model at ep 2, together, saved and read again; this rank's experts; matrices that it encoded."""
     begin()
     encoded, quantize = [0], quantized.quantize_matrices
 
@@ -377,17 +389,12 @@ def test_refused_before_anything_is_read(tmp_path: Path) -> None:
             load(straddling, dtype="bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("kind", "ends"),
-    [
-        ("fp8", ("3.down_proj.weight_scale_inv",)), ("fp4", tuple(f"{e}.down_proj.weight" for e in range(4))),
-        ("mxfp4", ("down_proj_scales",)), ("mxfp4", ("down_proj_blocks",)), ("nf4", ("down_proj_scales",)),
-        ("weights", tuple(f"{e}.down_proj.weight" for e in range(4))),
-    ],
-)  # fmt: skip
-def test_tensors_that_a_checkpoint_lacks_of_codes_are_an_error(
-    kind: str, ends: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("kind", "ends"), [
+    ("fp8", ("3.down_proj.weight_scale_inv",)), ("fp4", tuple(f"{e}.down_proj.weight" for e in range(4))),
+    ("mxfp4", ("down_proj_scales",)), ("mxfp4", ("down_proj_blocks",)), ("nf4", ("down_proj_scales",)),
+    ("weights", tuple(f"{e}.down_proj.weight" for e in range(4))),
+])  # fmt: skip
+def test_tensors_of_codes_that_a_file_lacks_are_an_error(kind: str, ends: tuple[str, ...], tmp_path: Path) -> None:
     """A warning of MISSING, as transformers gives it, would be followed by numbers of chance."""
     if kind in ("nf4", "weights"):
         model = tiny("qwen3_moe")

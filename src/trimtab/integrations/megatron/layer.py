@@ -102,9 +102,7 @@ def refuse(config: Any) -> None:
     """Raise ConfigError if what is asked for cannot be done behind our dispatch."""
     problems = asked(config, REFUSED)
     if config.moe_token_dispatcher_type == "flex":
-        problems.append(
-            "moe_token_dispatcher_type='flex' is for its own backends: leave 'alltoall', ours takes its place"
-        )
+        problems.append("moe_token_dispatcher_type='flex' is for its own backends: leave 'alltoall', ours replaces it")
     if getattr(config, "transformer_impl", "") == "inference_optimized":
         problems.append("transformer_impl='inference_optimized' puts dispatchers for inference into the layer")
     if graphs := _graphs(config):

@@ -107,10 +107,8 @@ def _shards(
 @torch.no_grad()
 def _merged(loaded: Sequence[Tensor], *, pieces: int, stacked: bool) -> Tensor:
     """The way back."""
-    each = [
-        torch.cat(tuple(loaded[i : i + pieces])) if pieces > 1 else loaded[i] for i in range(0, len(loaded), pieces)
-    ]
-    return torch.stack(each) if stacked else each[0]
+    own = [torch.cat(tuple(loaded[i : i + pieces])) if pieces > 1 else loaded[i] for i in range(0, len(loaded), pieces)]
+    return torch.stack(own) if stacked else own[0]
 
 
 def local_state(experts: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -38,9 +38,7 @@ def replicating_dispatchers(model: nn.Module) -> dict[str, tuple[nn.Module, Disp
             found[plain(name)] = module, module.dispatcher
         elif id(module) in of_experts:
             found[around(name)] = module, of_experts[id(module)]
-    return {
-        name: (module, dispatcher) for name, (module, dispatcher) in found.items() if dispatcher.replication is not None
-    }
+    return {name: (module, its) for name, (module, its) in found.items() if its.replication is not None}
 
 
 class ModelLoads:

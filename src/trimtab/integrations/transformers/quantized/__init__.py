@@ -38,12 +38,13 @@ def codes_of(module: nn.Module, weight: str, held: Any = None) -> tuple[str, Ten
     """The format of the codes in a weight's place, their scales, and the dtype that they stand for: ours, or those of
     transformers' FP8 experts with float scales. None where there are values. held: codes and scales in their place.
 
-    Raises ConfigError as `check_held` does.
+    Raises ConfigError as `check_held` and `check_in_memory` do.
     """
     ours: Any = getattr(module, MARK, None)
     if ours is not None:
         name, dtype = format_of(module, weight, ours[0]), ours[1]
         codes, scales = held or (getattr(module, weight), getattr(module, f"{weight}{SCALES}"))
+        check_in_memory(module, codes)
         check_held(codes, scales, name, dtype, type(module).__name__)
         return name, scales, dtype
     grid: Any = getattr(module, f"{weight}_scale_inv", None)
@@ -51,6 +52,12 @@ def codes_of(module: nn.Module, weight: str, held: Any = None) -> tuple[str, Ten
     if e4m3 and isinstance(grid, Tensor) and grid.dtype is torch.float32 and tuple(blocks or ()) == (128, 128):
         return "fp8", grid, getattr(module.config, "dtype", None) or torch.bfloat16
     return None
+
+
+def check_in_memory(module: nn.Module, held: Tensor) -> None:
+    """Raise ConfigError where accelerate has offloaded the module: before a forward it puts back what that had then."""
+    if held.is_meta and hasattr(module, "_hf_hook"):
+        raise ConfigError(f"{type(module).__name__} is offloaded by accelerate: to save or change it, load it without")
 
 
 def format_of(module: nn.Module, weight: str, name: str) -> str:
@@ -76,6 +83,7 @@ def check_fits(module: nn.Module, name: str) -> list[tuple[str, int, int]]:
     or straddle gate and up."""
     f, who, found = FORMATS[name], type(module).__name__, []
     for weight, value in weights_in(module):
+        check_in_memory(module, value)
         outs, ins = value.shape[:0:-1] if module.is_transposed else value.shape[1:]
         if why := misfit(name, outs, ins, value.dtype, f"{who}.{weight}"):
             raise ConfigError(why)

@@ -27,6 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
+from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS, encoded, in_huge_pages
 from trimtab.integrations.transformers import quantized as on_module
 from trimtab.integrations.transformers.experts import check_ours, keep_others_out
@@ -112,7 +113,7 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
-        return conversion.NamedCodes.of(model), {}
+        return None if getattr(model, "_hf_peft_config_loaded", False) else conversion.NamedCodes.of(model), {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         self.rest._dequantize(model, dtype=dtype)
@@ -145,6 +146,7 @@ def add_quantizer() -> None:
     """Make the config known to `from_pretrained`, and packed experts to `save_pretrained`. Again is harmless."""
     AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, QuantizedExpertsConfig)
     AUTO_QUANTIZER_MAPPING.setdefault(METHOD, ExpertsQuantizer)
+    PreTrainedModel._load_from_state_dict = ExpertMLP._load_from_state_dict
     PreTrainedModel.save_pretrained = _saving_weights(PreTrainedModel.save_pretrained)
 
 
@@ -165,7 +167,7 @@ def _saving_weights(theirs: Any) -> Any:
             if state_dict is None and not peft and layout is not None and layout.dp_size > 1:
                 state_dict = {}  # transformers gathers another
         try:
-            with on_module.as_weights(self, state := state_dict and dict(state_dict)):
+            with on_module.as_weights(nn.Module() if peft else self, state := state_dict and dict(state_dict)):
                 return theirs(self, save_directory, is_main_process, state, *more, **options)
         finally:
             if packed:
@@ -246,8 +248,8 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
 
     Raises:
         ConfigError: there is no encoder for the format, its blocks do not divide the experts' weights, or the model has
-            no experts modules of transformers, has codes already, is sharded by FSDP, has experts that another
-            implementation runs, or linear layers that are quantized otherwise than by bitsandbytes.
+            no experts modules of transformers, has codes already, is sharded by FSDP, has experts that are offloaded or
+            that another implementation runs, or linear layers that are quantized otherwise than by bitsandbytes.
     """
     found, config = experts_in(model), QuantizedExpertsConfig(name)
     theirs: Any = getattr(model, "hf_quantizer", None)
@@ -275,10 +277,10 @@ def dequantize_experts(model: nn.Module, dtype: torch.dtype | str | None = None)
         dtype: of the weights; by default the one that they had.
 
     Raises:
-        ConfigError: the model has no experts of codes, or is sharded by FSDP.
+        ConfigError: the model has no experts of codes, is sharded by FSDP, or has experts that accelerate offloads.
     """
     found = [module for module in model.modules() if hasattr(module, on_module.MARK)]
-    if not found:
+    if not [on_module.codes_of(module, weight) for module in found for weight, _ in on_module.weights_in(module)]:
         raise ConfigError(f"{type(model).__name__} has no experts of codes")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError("codes that FSDP shards are not taken out: save the model, and load it without FSDP")

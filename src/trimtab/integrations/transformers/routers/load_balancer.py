@@ -164,9 +164,7 @@ def own_losses_off(model: nn.Module) -> Callable[[], None]:
     Raises:
         ConfigError: it asks for one with a coefficient that is only in its configuration.
     """
-    found = {
-        module: module.router_aux_loss_coef for module in model.modules() if hasattr(module, "router_aux_loss_coef")
-    }
+    found = {own: own.router_aux_loss_coef for own in model.modules() if hasattr(own, "router_aux_loss_coef")}
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not found and getattr(text, "output_router_logits", False):

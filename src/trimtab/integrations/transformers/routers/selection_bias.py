@@ -60,10 +60,8 @@ class HeldBias:
     def write(self, bias_E: Tensor) -> None:
         """Put it into the model."""
         held, self._written = self.held(), bias_E
-        shaped = bias_E.view(held.shape).to(held.dtype)
-        held.copy_(
-            distribute_tensor(shaped, held.device_mesh, held.placements) if isinstance(held, DTensor) else shaped
-        )
+        new = bias_E.view(held.shape).to(held.dtype)
+        held.copy_(distribute_tensor(new, held.device_mesh, held.placements) if isinstance(held, DTensor) else new)
 
     def to_save(self) -> Tensor | None:
         """In the model's shape, on this rank alone; None of a shard that has not been written to."""
