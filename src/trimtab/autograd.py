@@ -128,8 +128,17 @@ class _Unpacked:
 
 
 eager_backward = functools.partial(once_differentiable, traced=False)
-"""For a function whose forward is in no graph of `torch.compile`: compiled autograd, which traces every backward,
-leaves this one out."""
+"""For a forward that is in no graph of `torch.compile`: compiled autograd, which traces others, leaves this out."""
+
+
+def functions_of(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> tuple[type[Function], ...]:
+    """Autograd functions of the two: one for graphs of `torch.compile` as well, and one for what has state that a graph
+    does not see: `main_grad`, delayed gradients, a recipe."""
+
+    def made(name: str, backward: Callable[..., Any]) -> type[Function]:
+        return type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+
+    return made(name, once_differentiable(backward)), made(f"{name}WithState", eager_backward(backward))
 
 
 def in_backward() -> bool:

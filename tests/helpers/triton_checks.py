@@ -94,7 +94,7 @@ def experts_are_true(case: Case, device: str) -> None:
     with torch.autocast(torch.device(device).type, case.autocast, enabled=case.autocast is not None):
         y = module(x, ids, w)
     made = y.grad_fn if case.autocast is None else y.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    assert type(made).__name__ in ("_ExpertsBackward", "_WithStateBackward")
+    assert type(made).__name__ in ("_ExpertsBackward", "_ExpertsWithStateBackward")
     y.backward(dy)
     up, down, true_x, true_w = (t.detach().cpu().double().requires_grad_() for t in (module.gate_up, module.down, x, w))
     leaves = [true_x, true_w, up, down]

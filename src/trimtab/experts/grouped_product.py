@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function
 
-from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable, without_autocast
+from trimtab.autograd import forward_of, functions_of, needed, without_autocast
 from trimtab.experts import product_ops
 from trimtab.experts.activations import activate
 from trimtab.experts.lora import filled, seed_of
@@ -75,7 +74,7 @@ def grouped_product(
         torch.is_grad_enabled(), sink, low_precision, name,
     )  # fmt: skip
     call.trained = [t.requires_grad for t in tensors]
-    kind: type[Function] = _Grouped
+    kind = _Grouped
     if not sink.ordinary or low_precision is not None:
         kind, call.owned = _WithState, tensors
     with without_autocast():
@@ -190,18 +189,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return None, dx, None, None, *found
 
 
-class _Grouped(Function):
-    """In graphs of `torch.compile` as well."""
-
-    forward = staticmethod(_forward)
-    backward = staticmethod(once_differentiable(_backward))
-
-
-class _WithState(Function):
-    """With what a graph does not see: `main_grad`, delayed gradients, a recipe."""
-
-    forward = staticmethod(_forward)
-    backward = staticmethod(eager_backward(_backward))
+_Grouped, _WithState = functions_of("_Grouped", _forward, _backward)
 
 
 def by_products(

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function
 
-from trimtab.autograd import eager_backward, forward_of, needed, once_differentiable
+from trimtab.autograd import forward_of, functions_of, needed
 from trimtab.errors import ConfigError
 from trimtab.experts.expert_ops import experts_backward_op, experts_gradients_op, experts_op
 from trimtab.experts.plan import ExpertPlan
@@ -177,15 +176,4 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return (None, dx if need_x else None, dw if need_w else None, *found)
 
 
-class _Experts(Function):
-    """In graphs of `torch.compile` as well."""
-
-    forward = staticmethod(_forward)
-    backward = staticmethod(once_differentiable(_backward))
-
-
-class _WithState(Function):
-    """With what a graph does not see: `main_grad`, delayed gradients, a recipe."""
-
-    forward = staticmethod(_forward)
-    backward = staticmethod(eager_backward(_backward))
+_Experts, _WithState = functions_of("_Experts", _forward, _backward)

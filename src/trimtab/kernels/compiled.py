@@ -18,7 +18,7 @@ import ctypes
 import os
 import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -44,6 +44,7 @@ CODES = {"nf4": 2, "int8": 3, "fp8": 4, "mxfp4": 5, "packed": 6, "packed_pairs":
 ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu", "relu_squared", "gelu", "gelu_tanh")
 """In the order of their numbers in cpu/call.h."""
 
+_CALLS = ("forward", "backward", "weight_gradients")
 _NUMBERS = (
     "act", "transposed", "type_up", "type_down", "add_up", "add_down", "interleaved", "alpha", "limit",
     "shift", "scale_up", "scale_down", "M", "R", "E", "D", "F", "rank_up", "rank_down",
@@ -79,7 +80,7 @@ class CompiledKernels(TorchBackend):
             raise BackendError(f"compiled kernels are switched off by {SWITCH}=0")
         lib = load(MAIN, list(SOURCES.glob("*")), defines)
         address, number = ctypes.c_void_p, ctypes.c_int64
-        for name in ("forward", "backward", "weight_gradients"):
+        for name in _CALLS:
             getattr(lib, f"trimtab_{name}").argtypes = (ctypes.c_char_p, address, address)
         lib.trimtab_scratch_floats.argtypes = (ctypes.c_char_p,)
         lib.trimtab_count_slots.argtypes = (address, *[number] * 3, address, address)
@@ -104,18 +105,6 @@ class CompiledKernels(TorchBackend):
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self.pool.empty(*shape, dtype=dtype)
-
-    def forward(self, fields: Mapping[str, Any]) -> None:
-        """Run cpu/forward.h on the fields of cpu/call.h that it reads: numbers, and contiguous tensors or None."""
-        self._run("forward", fields)
-
-    def backward(self, fields: Mapping[str, Any]) -> None:
-        """Run cpu/backward.h, likewise."""
-        self._run("backward", fields)
-
-    def weight_gradients(self, fields: Mapping[str, Any]) -> None:
-        """Run cpu/wgrad.h, likewise."""
-        self._run("weight_gradients", fields)
 
     def grouped_mm(self, x_RA: Tensor, w_eAB: Tensor, block: Block, out: Tensor | None = None) -> Tensor:
         """As "torch" does, but by cpu/forward.h where it `multiplies` and operands lie as it reads them."""
@@ -171,11 +160,7 @@ class CompiledKernels(TorchBackend):
     def place_slots(self, ids_MK: Tensor, num_experts: int, alignment: int) -> ExpertPlan:
         """The slots of `ids_MK` on the CPU grouped by expert; ids outside 0..num_experts - 1 are dropped."""
         ids = (ids_MK if ids_MK.dtype is torch.int64 else ids_MK.long()).contiguous()
-        rows, top_k = ids.shape
-
-        def made(size: int) -> Tensor:
-            return torch.empty(size, dtype=torch.int64, device="cpu")
-
+        (rows, top_k), made = ids.shape, partial(torch.empty, dtype=torch.int64, device="cpu")
         counts_e, offsets_e = made(num_experts), made(num_experts + 1)
         given = ids.data_ptr(), rows * top_k, num_experts
         of_e = counts_e.data_ptr(), offsets_e.data_ptr()
@@ -211,6 +196,9 @@ class CompiledKernels(TorchBackend):
         scratch = self.pool.empty(self._lib.trimtab_scratch_floats(call), dtype=torch.float32)
         if address is None:
             getattr(self._lib, f"trimtab_{name}")(call, None if sums is None else sums.data_ptr(), scratch.data_ptr())
+
+    forward, backward, weight_gradients = map(partial(partialmethod, _run), _CALLS)
+    """Each runs on the fields of cpu/call.h that it reads: numbers, and contiguous tensors or None."""
 
 
 _shared: WeakValueDictionary[str, CompiledKernels] = WeakValueDictionary()

@@ -3,7 +3,7 @@
 #pragma once
 #include "codes.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX512BW__)
 #define HAVE_DECODE
 // Of each eight bytes the eight bits from E on and from O on, as byte At of two words: what lies below is 0.
 template <int E, int O, int At>
@@ -37,67 +37,82 @@ INLINE vf pair_of(vu bytes, vf table, vf scale) {
     }
 }
 
-#if defined(__AVX512VBMI__)
-// The bf16 of each e4m3 code without its sign.
-struct E4m3 {
-    alignas(64) uint16_t bits[128] = {};
-    constexpr E4m3() {
-        for (int code = 1; code < 127; code++) {
-            int exponent = code >> 3, mantissa = code & 7;
-            for (; code < 8 && !(mantissa & 8); exponent--) mantissa <<= 1;
-            bits[code] = (exponent + (code < 8) + 120) << 7 | (mantissa & 7) << 4;
-        }
-        bits[127] = 0x7fc0;
-    }
+// What codes are looked up in. As bf16 by their lower five bits: of MXFP4 its values with 0x3f00 added, but for zeros, which
+// stay zeros when more is taken away for the scale, a number in the exponent; of FP8 32 values times the scale, to which
+// two bits of the exponent are added, and denormals.
+struct Tables {
+    vu values, small;
 };
-constexpr E4m3 E4M3;
-
-// As `pair_of`, of e4m3 and unscaled, of the eight bytes of each of VL outputs: of the first half of them, and the others.
-template <int P>
-INLINE void e4m3_pairs(const vu* bytes, vf* to) {
-    const auto table = [](int i) { return _mm512_load_si512(E4M3.bits + 32 * i); };
-    // In the order that `unpack` turns to that of the outputs.
-    const __m512i order = _mm512_set_epi64(
-        0x79007800710070, 0x39003800310030, 0x69006800610060, 0x29002800210020,
-        0x59005800510050, 0x19001800110010, 0x49004800410040, 0x09000800010000);
-    const __m512i from = _mm512_add_epi8(order, _mm512_set1_epi8(2 * P));
-    const __m512i code = _mm512_maskz_permutex2var_epi8(
-        0x5555555555555555, (__m512i)bytes[0], from, (__m512i)bytes[1]);
-    const __m512i low = _mm512_permutex2var_epi16(table(0), code, table(1));
-    const __m512i high = _mm512_permutex2var_epi16(table(2), code, table(3));
-    const __m512i value = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(code, _mm512_set1_epi16(64)), high);
-    const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(code, 8), _mm512_set1_epi16(-0x8000));
-    const __m512i all = _mm512_or_si512(value, sign), zero = _mm512_setzero_si512();
-    to[0] = (vf)_mm512_unpacklo_epi16(zero, all);
-    to[1] = (vf)_mm512_unpackhi_epi16(zero, all);
+template <int Type, bool Looked>
+INLINE Tables tables_of(float scale) {
+    const vf floats = load(Type == MXFP4 ? E2M1_VALUES : NF4_VALUES);
+    const vhh rounded = narrow(floats, floats);
+    if (!Looked) return {(vu)floats, vu{}};
+    if (Type == MXFP4) return {(vu)((rounded & 0x7fff) ? rounded + 0x3f00 : 0), vu{}};
+    const vu code = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vf low = (vf)((code << 20) + (120u << 23)) * scale, high = (vf)((code << 20) + (122u << 23)) * scale;
+    const vf small = __builtin_convertvector(code, vf) * 0x1p-9f * scale;
+    return {(vu)narrow(low, high), (vu)narrow(small, small)};
 }
-#endif
 
-// Scale `i` of those of a chunk, which lie in eight bytes of each of VL / 2 outputs: for both values of a pair.
-template <int Type>
+// Values 4 Q to 4 Q + 3 of the eight bytes of each of VL / 2 outputs, as bf16. less: what MXFP4's scale takes from them.
+template <int Type, int Q>
+INLINE vf four_of(vu bytes, const Tables& by, vf less) {
+    const __m512i x = (__m512i)bytes;
+    if constexpr (Type == MXFP4) {
+        const __m512i four_times = _mm512_set4_epi32(0x09090909, 0x08080808, 0x01010101, 0);
+        const __m512i byte = _mm512_shuffle_epi8(x, _mm512_add_epi8(four_times, _mm512_set1_epi8(2 * Q)));
+        const __m512i code = _mm512_srlv_epi16(byte, _mm512_set1_epi32(0x40000));
+        return (vf)_mm512_subs_epu16(_mm512_permutexvar_epi16(code, (__m512i)by.values), (__m512i)less);
+    } else {  // a code in both bytes of a value
+        const __m512i twice = _mm512_set4_epi32(0x0b0b0a0a, 0x09090808, 0x03030202, 0x01010000);
+        const __m512i code = _mm512_shuffle_epi8(x, _mm512_add_epi8(twice, _mm512_set1_epi8(4 * Q)));
+        const __mmask32 small = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78));
+        const __m512i value = _mm512_mask_permutexvar_epi16(
+            _mm512_permutexvar_epi16(code, (__m512i)by.values), small, code, (__m512i)by.small);
+        const __m512i exponent = _mm512_and_si512(_mm512_srli_epi16(code, 4), _mm512_set1_epi16(0x600));
+        const __m512i sign = _mm512_set1_epi16(-0x8000);
+        return (vf)_mm512_ternarylogic_epi64(_mm512_add_epi16(value, exponent), code, sign, 0x78);  // a ^ (b & c)
+    }
+}
+
+// Scale `i` of those of a chunk, which lie in eight bytes of each of VL / 2 outputs: for both values of a pair, or what it
+// takes from four that are looked up.
+template <int Type, bool Looked>
 INLINE vf scale_of(vu bytes, long i) {
+    if constexpr (Looked) {
+        const __m512i e = _mm512_maskz_shuffle_epi8(
+            0x5555555555555555, (__m512i)bytes, _mm512_set4_epi32(0x80008, 0x80008, 0, 0) + _mm512_set1_epi16(i));
+        return (vf)_mm512_sub_epi16(_mm512_set1_epi16(0x7e80), _mm512_slli_epi16(e, 7));
+    }
     if (i && Type != MXFP4) return (vf)_mm512_movehdup_ps((__m512)bytes);
     const vu first = (vu)_mm512_moveldup_ps((__m512)bytes), power = first >> 8 * i & 0xff;
     return (vf)(Type != MXFP4 ? first : power ? power << 23 : vu{} + (1u << 22));
 }
 
-template <class Op, class T, int Type, class Take, int... P>
-INLINE void take_pairs(
-    const vu* bytes, vf table, const vf* scale, long word, const Take& take, std::integer_sequence<int, P...>
+// The values of the eight bytes of each of NR outputs.
+template <class Op, class T, int Type, bool Looked, class Take, int... P>
+INLINE void take_run(
+    const vu* bytes, const Tables& by, const vf* scale, long word, const Take& take, std::integer_sequence<int, P...>
 ) {
-    const auto pair = [&](auto p) __attribute__((always_inline)) {
+    const auto some = [&](auto p) __attribute__((always_inline)) {
         vf v[4];
-#if defined(__AVX512VBMI__)
-        if constexpr (Type == FP8) {
-            e4m3_pairs<p>(bytes, v);
-            e4m3_pairs<p>(bytes + 2, v + 2);
-            UNROLL for (int i = 0; i < 4; i++) v[i] *= scale[i];
-        } else
-#endif
-        UNROLL for (int i = 0; i < 4; i++) v[i] = pair_of<Type, p>(bytes[i], table, scale[i]);
-        Op::template take_two<T>(v, word + p * 2 / Op::values, take);
+        const long k = word + p * (Looked ? 4 : 2) / Op::values;
+        if constexpr (Looked) {
+            UNROLL for (int i = 0; i < 4; i++) v[i] = four_of<Type, p>(bytes[i], by, scale[i]);
+            const auto words_of = [&](auto order, long k) __attribute__((always_inline)) {
+                const auto of = [](vf a, vf b) { return (vu)_mm512_shuffle_ps((__m512)a, (__m512)b, decltype(order)::value); };
+                Op::take_pairs(of(v[0], v[1]), of(v[2], v[3]), k, take);
+            };
+            words_of(int_constant<0x88>(), k);
+            words_of(int_constant<0xdd>(), k + 2 / Op::values);
+        } else {
+            UNROLL for (int i = 0; i < 4; i++) v[i] = pair_of<Type, p>(bytes[i], (vf)by.values, scale[i]);
+            if constexpr (sizeof(T) == 2) Op::take_pairs((vu)narrow(v[0], v[1]), (vu)narrow(v[2], v[3]), k, take);
+            else Op::take_two(v, k, take);
+        }
     };
-    (pair(int_constant<P>()), ...);
+    (some(int_constant<P>()), ...);
 }
 
 // Values in : in + n of outputs `out`, `out` + apart, ..., in chunks of 64 bytes of each: take(k, words) of each word k
@@ -108,41 +123,59 @@ INLINE void decode_panel(const Stack& w, long out, long apart, long in, long n, 
     constexpr long each = halves ? 16 : 8, half = VL / 2, chunk = half * each, scale_bytes = Type == MXFP4 ? 1 : 4;
     constexpr long blocks = Type == NF4 ? 2 : Type == MXFP4 ? 4 : 1, along = half / blocks;
     constexpr long block = Type == INT8 ? 1L << 62 : Type == FP8 ? 128 : chunk / blocks;
-    const vf table = load(Type == MXFP4 ? E2M1_VALUES : NF4_VALUES);
     const long ld = w.bytes(w.ins) * apart, of_row = w.along();
     const uint8_t* from = w.at(out, in);
     // The next panel is asked for from end to end, some lines with each run, for more would wait for one another: rows in
     // which it lies, of two parts in turn each half of them.
     const uint8_t* soon = w.at(out + NR * apart + out % apart * (NR - 1), 0) + in / chunk * NR * 64;
-    for (long k = 0; k < n; k += chunk, from += 64) {
+    // A chunk. `looked` up as bf16: false, and nothing is taken, where a scale or a code is not as the tables have it.
+    const auto take_chunk = [&](auto looked, long k) __attribute__((always_inline)) {
+        constexpr bool fp8 = looked && Type == FP8, mxfp4 = looked && Type == MXFP4;
         const long runs = std::min(half, (n - k) / each), scales = (runs + along - 1) / along * scale_bytes;
+        // Which output: those looked up are put in order by `words_of`.
+        const auto nth = [&](int p, int i) { return looked ? p / 2 * VL + p % 2 * 2 + i / 2 * 4 + i % 2 : p * half + i; };
         alignas(64) uint64_t scale[NR];
         alignas(64) uint32_t bytes[half][4][VL];
-        UNROLL for (int i = 0; i < NR; i++) {
-            const long row = Type == FP8 ? (out + i * apart) / 128 : out + i * apart;
-            const char* column = (const char*)w.scales + (row * of_row + (in + k) / block) * scale_bytes;
-            if (runs == half) memcpy(scale + i, column, blocks * scale_bytes);  // in one load
-            else memcpy(scale + i, column, scales);
-        }
+        const float all = fp8 ? w.scale(out, in + k) : 1, size = std::abs(all);
+        if (fp8 && (out / 128 != (out + (NR - 1) * apart) / 128 || !(size > 0x1p-110f && size < 0x1p110f))) return false;
+        __m512i largest = _mm512_setzero_si512();  // of codes without their signs, or of scales
         for (int part = 0; part < 4; part++) {
+            for (int i = 0; !fp8 && i < half; i++) {
+                const long row = (out + nth(part, i) * apart) / (Type == FP8 ? 128 : 1);
+                const char* column = (const char*)w.scales + (row * of_row + (in + k) / block) * scale_bytes;
+                if (runs == half) memcpy(scale + part * half + i, column, blocks * scale_bytes);  // in one load
+                else memcpy(scale + part * half + i, column, scales);
+            }
             vf turned[half];
             UNROLL for (int i = 0; i < half; i++) {
-                const uint8_t* row = from + (part * half + i) * ld;
-                turned[i] = (vf)_mm512_maskz_loadu_epi64((1u << runs) - 1, row);
+                const __m512i row = _mm512_maskz_loadu_epi64((1u << runs) - 1, from + nth(part, i) * ld);
+                if (fp8) largest = _mm512_max_epu8(largest, _mm512_add_epi8(row, row));
+                turned[i] = (vf)row;
             }
+            const __m512i given = _mm512_load_si512(scale + part * half), two = _mm512_set1_epi8(2);
+            const __mmask64 known = 0x0101010101010101 * ((1 << scales) - 1);
+            if (mxfp4) largest = _mm512_max_epu8(largest, _mm512_maskz_sub_epi8(known, given, two));
             exchange<2, 2>(turned);
             UNROLL for (int i = 0; i < half; i++) store(bytes[i][part], (vu)turned[i]);
         }
+        if (looked && _mm512_cmpgt_epu8_mask(largest, _mm512_set1_epi8(fp8 ? 0xfd - 256 : 250 - 256))) return false;
+        const Tables tables = tables_of<Type, looked>(all);
         for (long run = 0, i = 0; run < runs; i++) {
             vf by[4];
-            UNROLL for (int part = 0; part < 4; part++) by[part] = scale_of<Type>(((const vu*)scale)[part], i);
+            UNROLL for (int part = 0; part < 4; part++) by[part] = scale_of<Type, looked>(((const vu*)scale)[part], i);
             for (const long end = std::min(runs, run + along); run < end; run++) {
                 UNROLL for (int l = 0; l < 4; l++) __builtin_prefetch(soon += 64, 0, 3);
-                take_pairs<Op, T, Type>(
-                    (const vu*)bytes[run], table, by, (k + run * each) / Op::values, take,
-                    std::make_integer_sequence<int, each / 2>{});
+                take_run<Op, T, Type, looked>(
+                    (const vu*)bytes[run], tables, by, (k + run * each) / Op::values, take,
+                    std::make_integer_sequence<int, each / (looked ? 4 : 2)>{});
             }
         }
+        return true;
+    };
+    for (long k = 0; k < n; k += chunk, from += 64) {
+        if constexpr ((Type == FP8 || Type == MXFP4) && sizeof(T) == 2)
+            if (take_chunk(std::true_type(), k)) continue;
+        take_chunk(std::false_type(), k);
     }
 }
 

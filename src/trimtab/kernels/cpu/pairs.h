@@ -99,9 +99,9 @@ struct Pairs {
         to[0] = low_pairs(a, b, lanes);
         to[1] = high_pairs(a, b, lanes);
     }
-    template <class, class Take>
-    static INLINE void take_two(const vf* v, long k, const Take& take) {
-        const vu words[2] = {(vu)narrow(v[0], v[1]), (vu)narrow(v[2], v[3])};
+    template <class Take>
+    static INLINE void take_pairs(vu low, vu high, long k, const Take& take) {
+        const vu words[2] = {low, high};
         take(k, words);
     }
     static INLINE vu read(const uint32_t* p) { return *(const vu_any*)p; }

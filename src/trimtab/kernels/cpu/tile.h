@@ -109,16 +109,19 @@ struct Floats {
         for (long i = 0; i < n; i += VL) store(to + i, load(from + i, n - i));
     }
     static INLINE void end_row(float*, long) {}
-    // Of an even and an odd k in turn of NR columns the words; T: what values are rounded to.
-    template <class T, class Take>
+    // Of an even and an odd k in turn of NR columns the words, from floats or pairs of bf16.
+    template <class Take>
     static INLINE void take_two(const vf* v, long k, const Take& take) {
         const auto lanes = std::make_integer_sequence<int, VL>{};
-        vf even[2], odd[2];
-        UNROLL for (int j = 0; j < 2; j++) {
-            even[j] = every_second<0>(v[2 * j], v[2 * j + 1], lanes);
-            odd[j] = every_second<1>(v[2 * j], v[2 * j + 1], lanes);
-            if (sizeof(T) == 2) even[j] = as_bf16(even[j]), odd[j] = as_bf16(odd[j]);
-        }
+        const vf even[2] = {every_second<0>(v[0], v[1], lanes), every_second<0>(v[2], v[3], lanes)};
+        const vf odd[2] = {every_second<1>(v[0], v[1], lanes), every_second<1>(v[2], v[3], lanes)};
+        take(k, even);
+        take(k + 1, odd);
+    }
+    template <class Take>
+    static INLINE void take_pairs(vu low, vu high, long k, const Take& take) {
+        const vf even[2] = {(vf)(low << 16), (vf)(high << 16)};
+        const vf odd[2] = {(vf)(low & 0xffff0000u), (vf)(high & 0xffff0000u)};
         take(k, even);
         take(k + 1, odd);
     }
