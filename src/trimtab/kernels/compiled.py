@@ -197,7 +197,7 @@ class CompiledKernels(TorchBackend):
         if address is None:
             getattr(self._lib, f"trimtab_{name}")(call, None if sums is None else sums.data_ptr(), scratch.data_ptr())
 
-    forward, backward, weight_gradients = map(partial(partialmethod, _run), _CALLS)
+    forward, backward, weight_gradients = (partialmethod(lambda self, *of: self._run(*of), name) for name in _CALLS)
     """Each runs on the fields of cpu/call.h that it reads: numbers, and contiguous tensors or None."""
 
 
