@@ -1,5 +1,4 @@
-"""Models that lie over ranks are written without a gather: the bytes of a file that one process writes, in little
-memory."""
+"""Models that lie over ranks are written without a gather, in little memory: a file has the bytes of one process'."""
 
 from __future__ import annotations
 

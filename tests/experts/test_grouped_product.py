@@ -1,5 +1,4 @@
-"""One grouped product as a function: operators in graphs and without values, what it keeps; numbers are in the grid of
-pairs."""
+"""One grouped product as a function: operators in graphs and without values, what it keeps; the grid has numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Observers by themselves, run by run: the balance loss is of the experts that ran, loads are counted once; and what
-loads say."""
+"""Observers by themselves, run by run: balance losses of the experts that ran, loads counted once, what loads say."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ def add_fields(parser: argparse.ArgumentParser, names: Container[str]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train; returns 0, also where there is nothing left to do, or 128 + the signal that ended the run. Errors are
-    raised."""
+    """Train; returns 0, also where there is nothing left to do, or 128 + the signal that ended the run."""
     if options.config is not None:
         own = options.arguments[options.arguments.index("train") + 1 :]
         options = options.parser.parse_args([*_from_file(Path(options.config)), *own])

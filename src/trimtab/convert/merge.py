@@ -57,8 +57,7 @@ class WeightAdapter:
     second_is_input: bool
 
     def delta(self, experts: slice) -> Tensor:
-        """scale B A, of a stack for these experts, bit for bit as peft sums it, in the dtype of A and B (float32 at
-        least)."""
+        """scale B A, of a stack for these experts, bit for bit as peft sums it, in their dtype, float32 at least."""
         if self.experts is None:
             return self.b @ self.a * self.scale
         a, b = self.a.view(self.experts, -1, self.a.shape[1]), self.b.view(self.b.shape[0], -1, self.experts)

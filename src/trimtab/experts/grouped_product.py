@@ -76,7 +76,7 @@ def grouped_product(
     call.trained = [t.requires_grad for t in tensors]
     kind = _Grouped
     if not sink.ordinary or low_precision is not None:
-        kind, call.owned = _WithState, tensors
+        kind, call.owned = _GroupedWithState, tensors
     with without_autocast():
         y: Tensor = forward_of(kind, call, x.contiguous(), offsets_e, seed_of(weight), *handed(tensors, sink, x))
     return y
@@ -189,7 +189,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return None, dx, None, None, *found
 
 
-_Grouped, _WithState = functions_of("_Grouped", _forward, _backward)
+_Grouped, _GroupedWithState = functions_of("_Grouped", _forward, _backward)
 
 
 def by_products(

@@ -86,7 +86,7 @@ def expert_mlp(
     if not sink.ordinary:
         call.owned, call.trained = tensors, [t.requires_grad for t in tensors]
         inputs = handed(tensors, sink, x_MD)
-    y = forward_of(_Experts if sink.ordinary and low_precision is None else _WithState, call, x, w, *inputs)
+    y = forward_of(_Experts if sink.ordinary and low_precision is None else _ExpertsWithState, call, x, w, *inputs)
     return y if y.dtype is x_MD.dtype else y.to(x_MD.dtype)
 
 
@@ -176,4 +176,4 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return (None, dx if need_x else None, dw if need_w else None, *found)
 
 
-_Experts, _WithState = functions_of("_Experts", _forward, _backward)
+_Experts, _ExpertsWithState = functions_of("_Experts", _forward, _backward)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,8 @@ class ExpertMLP(GroupedModule):
         dtype: torch.dtype | None = None, device: torch.device | str | None = None, main_grad: MainGradMode = "off",
         delay_wgrad: bool = False, recipe: Recipe | None = None, kernels: KernelChoice | str = "auto",
     ) -> None:  # fmt: skip
+        from trimtab.experts.quantized import refuse_others
+
         super().__init__(dtype=dtype, main_grad=main_grad, delay_wgrad=delay_wgrad, recipe=recipe, kernels=kernels)
         check_sizes(num_experts=num_experts, dim=dim, hidden=hidden)
         check_flags(bias=bias)
@@ -86,6 +88,7 @@ class ExpertMLP(GroupedModule):
             new = torch.empty(num_experts, *shape, dtype=dtype, device=device) if bias or "bias" not in name else None
             self.register_parameter(name, None if new is None else nn.Parameter(new))
         self.up_state, self.down_state = self._new_state(num_experts), self._new_state(num_experts)
+        self.register_load_state_dict_pre_hook(refuse_others)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     @torch.no_grad()
@@ -245,12 +248,6 @@ class ExpertMLP(GroupedModule):
     def _widths(self, ranks: int = 1) -> Sequence[tuple[int, int]]:
         hidden = self.hidden // ranks  # that share F
         return [(self.dim, 2 * hidden if self.gated else hidden), (hidden, self.dim)]
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        from trimtab.experts.quantized import refuse_others
-
-        refuse_others(self, state_dict, prefix)
-        nn.Module._load_from_state_dict(self, state_dict, prefix, *args)  # transformers' models do so, too
 
     def extra_repr(self) -> str:
         shown = f"{self.num_experts} x ({self.dim} -> {self.hidden} -> {self.dim}), {self.activation}"

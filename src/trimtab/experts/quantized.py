@@ -179,12 +179,14 @@ def hold(module: nn.Module, weight: str, codes: Tensor, scales: Tensor) -> None:
 
 def refuse_others(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     """A hook before a load, loose or not: raise ConfigError for weights in the place of codes, and the other way."""
-    for name, own in module.named_parameters(prefix.removesuffix(".")):
+    params = dict(module.named_parameters(prefix.removesuffix(".")))
+    for name, own in params.items():
         of = name.removesuffix("_scales")
         if of != name and of in state and name not in state:
             raise ConfigError(f"{of} came without {name}: load plain weights first, and quantize them then")
-        if getattr(state.get(name), "dtype", None) is torch.uint8 and own.is_floating_point():
-            raise ConfigError(f"{name} came as codes, not in {own.dtype}: quantize experts to their format, then load")
+        codes = getattr(state.get(name), "dtype", None) is torch.uint8 or f"{name}_scale_inv" in state.keys() - params
+        if codes and own.is_floating_point():
+            raise ConfigError(f"{name} came as codes, not in {own.dtype}: quantize the model likewise, then load")
 
 
 def every_code(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

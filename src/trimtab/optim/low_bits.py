@@ -23,8 +23,7 @@ def widen(param: Tensor, low: Tensor) -> Tensor:
 
 
 def write_back(wide: Tensor, param: Tensor, low: Tensor) -> None:
-    """Put float32 `wide` into param and low. What `widen` then gives is `wide` in every bit, but for the bits of a NaN,
-    which stays one."""
+    """Put float32 `wide` into param and low: `widen` then gives `wide` in every bit, but a NaN's, which stays one."""
     param.detach().copy_(wide)
     bits = param.detach().view(torch.int16)
     rest = wide.view(torch.int32) - bits.int().bitwise_left_shift_(16)

@@ -92,8 +92,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases.append((name, self.clock))
 
     def know(self, tensors: Iterable[Tensor | None], category: str = "") -> None:
-        """Say what tensors are for. Those that were there before are counted from then on; without a category they are
-        not."""
+        """Say what tensors are for. Those that were there before are counted from then on, if of a category."""
         for tensor in tensors:
             if tensor is not None:
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -127,8 +127,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         return DataLoader(self.train_dataset, batch_size=self.args.per_device_train_batch_size)
 
     def _sync_replicated_trainable_parameters(self, model: Any) -> None:
-        """What trains beside a sharded model lies whole on every rank: average its gradients as a backward ends, on
-        Gloo too."""
+        """What trains beside a sharded model lies whole on every rank: average its gradients as a backward ends."""
         if hasattr(self.model, "peft_config"):
             average_replicated(self.model)
         else:

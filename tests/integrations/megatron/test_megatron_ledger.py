@@ -1,5 +1,4 @@
-"""Megatron's MoE layer with trimtab in it, against the dense truth: patterns by topologies by which parts are
-ours."""
+"""Megatron's MoE layer with trimtab in it, against the dense truth: patterns by topologies by parts of ours."""
 
 from __future__ import annotations
 

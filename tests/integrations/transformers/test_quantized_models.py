@@ -258,25 +258,29 @@ def test_codes_are_neither_saved_nor_loaded_as_weights(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="codes of experts saved as weights: save the model that was quan"):
                 save(model, tmp_path / "saved")
     assert not [*tmp_path.glob("saved/*")]
-    with pytest.raises(ConfigError, match=r"0\.mlp\.experts\.gate_up_proj came as codes"):
-        nn.Sequential(tiny("qwen3_moe")).load_state_dict(nn.Sequential(around).state_dict(), strict=False)
+    plain = nn.Sequential(tiny("qwen3_moe"))
+    fp8 = plain.state_dict() | {"0.model.layers.0.mlp.experts.gate_up_proj_scale_inv": torch.ones(2, 1, 1)}
+    for codes in (fp8, nn.Sequential(around).state_dict()):
+        with pytest.raises(ConfigError, match=r"0\.mlp\.experts\.gate_up_proj came as codes"):
+            plain.load_state_dict(codes, strict=False)
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8", "packed"])
 def test_experts_that_accelerate_offloads_run_and_are_otherwise_refused(name: str, tmp_path: Path) -> None:
-    """It would go on with the codes that it holds, or have panels saved as weights."""
-    pytest.importorskip("accelerate")
+    accelerate, inner = pytest.importorskip("accelerate"), quantize_experts(tiny("qwen3_moe"), name)
+    accelerate.cpu_offload(inner, torch.device("cpu"), preload_module_classes=["Qwen3MoeDecoderLayer"])
     tiny("qwen3_moe").save_pretrained(tmp_path)
     parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
     where, config = dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}, QuantizedExpertsConfig(name)
     plain = load(tmp_path, device_map=where, offload_folder=tmp_path / "0")
     model = load(tmp_path, device_map=where, offload_folder=tmp_path / "1", quantization_config=config)
     for use in (lambda: model.save_pretrained(tmp_path / "2"), lambda: dequantize_experts(model),
-                lambda: quantize_experts(plain, name)):  # fmt: skip
-        with pytest.raises(ConfigError, match="Qwen3MoeExperts is offloaded by accelerate"):
+                lambda: quantize_experts(plain, name), lambda: dequantize_experts(inner)):  # fmt: skip
+        with pytest.raises(ConfigError, match="accelerate has offloaded experts of Qwen3MoeForCausalLM"):
             use()
-    models = (model, load(tmp_path, quantization_config=config))
-    assert torch.equal(*(each(torch.arange(12).view(2, 6)).logits for each in models))
+    assert not (tmp_path / "2").exists()
+    both = model, load(tmp_path, quantization_config=config)
+    assert torch.equal(*(each(torch.arange(12).view(2, 6)).logits for each in both))
 
 
 def test_quantized_in_place_saved_and_read_again(tmp_path: Path) -> None:

@@ -112,8 +112,7 @@ def _merged(loaded: Sequence[Tensor], *, pieces: int, stacked: bool) -> Tensor:
 
 
 def local_state(experts: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Bring a plain state dict to the names of `experts`, in place, from SequentialMLP's. Extra states are dropped:
-    there are none."""
+    """Bring a plain state dict to the names of `experts`, in place, from SequentialMLP's, without extra states."""
     for key in [key for key in state if key.startswith(prefix)]:
         own = key.removeprefix(prefix)
         if EXTRA in own:

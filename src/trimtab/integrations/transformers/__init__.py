@@ -70,6 +70,7 @@ def register(
         raise BackendError(
             f"trimtab.integrations.transformers needs transformers >= 5.23 ({install('transformers')}): {error}"
         ) from error
+    from trimtab.experts.quantized import refuse_others
     from trimtab.integrations.transformers.expert_parallel import TrimtabEP
     from trimtab.integrations.transformers.experts import experts_forward
     from trimtab.integrations.transformers.lora.peft import teach_peft
@@ -83,7 +84,7 @@ def register(
     teach_peft()
     add_quantizer()
     add_prequantized()
-    refuse_unstacked(PreTrainedModel, as_weights)
+    refuse_unstacked(PreTrainedModel, as_weights, refuse_others)
     known = dict(ALL_EXPERTS_FUNCTIONS.items()).get(name)
     known_ep = dict(EPImplementationInterface().items()).get(name)
     if isinstance(known_ep, type) and issubclass(known_ep, TrimtabEP):

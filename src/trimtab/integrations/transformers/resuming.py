@@ -19,9 +19,10 @@ from trimtab.errors import InputError
 _ONE_EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
-def refuse_unstacked(base: Any, shown: Any) -> None:
+def refuse_unstacked(base: Any, shown: Any, check: Any) -> None:
     """Have `load_state_dict` of `base`, transformers' class of all models, raise InputError before anything is loaded
-    where experts would be left out that are not the model's already, as `shown` has its state. Again is harmless."""
+    where experts would be left out that are not the model's already, as `shown` has its state. Each
+    load is shown to `check` before. Again is harmless."""
     if "load_state_dict" in vars(base):
         return
 
@@ -35,7 +36,11 @@ def refuse_unstacked(base: Any, shown: Any) -> None:
             )
         return super(base, self).load_state_dict(state_dict, strict, *args, **kwargs)
 
-    base.load_state_dict = load_state_dict
+    def load(self: Any, state: Any, prefix: str, *args: Any) -> None:
+        check(self, state, prefix)
+        super(base, self)._load_from_state_dict(state, prefix, *args)
+
+    base.load_state_dict, base._load_from_state_dict = load_state_dict, load
 
 
 def _left_out(model: Any, state_dict: Mapping[str, Any], shown: Any) -> list[str]:

@@ -1,5 +1,5 @@
-// Codes of VL outputs at once, to words of a panel: eight bytes of each are turned to lie side by side, and pairs of
-// their values are looked up, scaled and rounded together. Values are those of codes.h, bit for bit.
+// Codes of VL outputs at once, to words of a panel: eight bytes of each are turned to lie side by side, and values are
+// looked up, scaled and rounded: those of codes.h, bit for bit, but for MXFP4's -0 and INT8's with scales above 2^97.
 #pragma once
 #include "codes.h"
 

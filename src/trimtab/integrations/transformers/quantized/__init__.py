@@ -38,13 +38,12 @@ def codes_of(module: nn.Module, weight: str, held: Any = None) -> tuple[str, Ten
     """The format of the codes in a weight's place, their scales, and the dtype that they stand for: ours, or those of
     transformers' FP8 experts with float scales. None where there are values. held: codes and scales in their place.
 
-    Raises ConfigError as `check_held` and `check_in_memory` do.
+    Raises ConfigError as `check_held` does.
     """
     ours: Any = getattr(module, MARK, None)
     if ours is not None:
         name, dtype = format_of(module, weight, ours[0]), ours[1]
         codes, scales = held or (getattr(module, weight), getattr(module, f"{weight}{SCALES}"))
-        check_in_memory(module, codes)
         check_held(codes, scales, name, dtype, type(module).__name__)
         return name, scales, dtype
     grid: Any = getattr(module, f"{weight}_scale_inv", None)
@@ -54,10 +53,11 @@ def codes_of(module: nn.Module, weight: str, held: Any = None) -> tuple[str, Ten
     return None
 
 
-def check_in_memory(module: nn.Module, held: Tensor) -> None:
-    """Raise ConfigError where accelerate has offloaded the module: before a forward it puts back what that had then."""
-    if held.is_meta and hasattr(module, "_hf_hook"):
-        raise ConfigError(f"{type(module).__name__} is offloaded by accelerate: to save or change it, load it without")
+def check_in_memory(model: nn.Module) -> None:
+    """Raise ConfigError where accelerate has offloaded experts: before a forward it puts back what they had then."""
+    experts = (module for part in model.modules() if hasattr(part, "_hf_hook") for module in part.modules())
+    if any(value.is_meta for module in experts for _, value in weights_in(module)):
+        raise ConfigError(f"accelerate has offloaded experts of {type(model).__name__}: load it without")
 
 
 def format_of(module: nn.Module, weight: str, name: str) -> str:
@@ -83,7 +83,6 @@ def check_fits(module: nn.Module, name: str) -> list[tuple[str, int, int]]:
     or straddle gate and up."""
     f, who, found = FORMATS[name], type(module).__name__, []
     for weight, value in weights_in(module):
-        check_in_memory(module, value)
         outs, ins = value.shape[:0:-1] if module.is_transposed else value.shape[1:]
         if why := misfit(name, outs, ins, value.dtype, f"{who}.{weight}"):
             raise ConfigError(why)
@@ -104,8 +103,7 @@ def quantize_param(module: nn.Module, weight: str, name: str) -> None:
 
 
 def dequantize_params(module: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Put the weights that the module's codes stand for in their place, as parameters that train. Raises ConfigError
-    as `codes_of` does."""
+    """Put the weights that the module's codes stand for in their place, to train. Raises ConfigError as `codes_of`."""
     for weight, wide in [(weight, dequantized(module, weight, dtype)) for weight, _ in weights_in(module)]:
         delattr(module, weight)
         delattr(module, weight + SCALES)

@@ -27,7 +27,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trimtab.checkpoint.state import is_transformers_experts
 from trimtab.errors import ConfigError
-from trimtab.experts.module import ExpertMLP
 from trimtab.experts.quantized import FORMATS, encoded, in_huge_pages
 from trimtab.integrations.transformers import quantized as on_module
 from trimtab.integrations.transformers.experts import check_ours, keep_others_out
@@ -113,7 +112,7 @@ class ExpertsQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, dict[str, Any]]:
-        return None if getattr(model, "_hf_peft_config_loaded", False) else conversion.NamedCodes.of(model), {}
+        return conversion.NamedCodes.of(model), {}
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         self.rest._dequantize(model, dtype=dtype)
@@ -146,7 +145,6 @@ def add_quantizer() -> None:
     """Make the config known to `from_pretrained`, and packed experts to `save_pretrained`. Again is harmless."""
     AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(METHOD, QuantizedExpertsConfig)
     AUTO_QUANTIZER_MAPPING.setdefault(METHOD, ExpertsQuantizer)
-    PreTrainedModel._load_from_state_dict = ExpertMLP._load_from_state_dict
     PreTrainedModel.save_pretrained = _saving_weights(PreTrainedModel.save_pretrained)
 
 
@@ -160,6 +158,8 @@ def _saving_weights(theirs: Any) -> Any:
         quantizer: Any = getattr(self, "hf_quantizer", None)
         rest, layout = getattr(quantizer, "rest", quantizer), getattr(self.config, "distributed_config", None)
         peft = getattr(self, "_hf_peft_config_loaded", False)  # which is saved alone
+        if not peft and any(hasattr(module, on_module.MARK) for module in self.modules()):
+            on_module.check_in_memory(self)
         if packed := on_module.packed_in(self, kept=peft or getattr(quantizer, "keeps", False)):
             scales = [p.numel() for m in packed for name, p in m.named_parameters() if name.endswith(on_module.SCALES)]
             self.num_parameters = lambda: type(self).num_parameters(self) - sum(scales)
@@ -167,7 +167,7 @@ def _saving_weights(theirs: Any) -> Any:
             if state_dict is None and not peft and layout is not None and layout.dp_size > 1:
                 state_dict = {}  # transformers gathers another
         try:
-            with on_module.as_weights(nn.Module() if peft else self, state := state_dict and dict(state_dict)):
+            with on_module.as_weights(self, state := state_dict and dict(state_dict)):
                 return theirs(self, save_directory, is_main_process, state, *more, **options)
         finally:
             if packed:
@@ -252,6 +252,7 @@ def quantize_experts(model: nn.Module, name: str = "nf4") -> nn.Module:
             that another implementation runs, or linear layers that are quantized otherwise than by bitsandbytes.
     """
     found, config = experts_in(model), QuantizedExpertsConfig(name)
+    on_module.check_in_memory(model)
     theirs: Any = getattr(model, "hf_quantizer", None)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError("experts are quantized before fully_shard, or while from_pretrained reads them")
@@ -280,8 +281,9 @@ def dequantize_experts(model: nn.Module, dtype: torch.dtype | str | None = None)
         ConfigError: the model has no experts of codes, is sharded by FSDP, or has experts that accelerate offloads.
     """
     found = [module for module in model.modules() if hasattr(module, on_module.MARK)]
-    if not [on_module.codes_of(module, weight) for module in found for weight, _ in on_module.weights_in(module)]:
+    if not found:
         raise ConfigError(f"{type(model).__name__} has no experts of codes")
+    on_module.check_in_memory(model)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError("codes that FSDP shards are not taken out: save the model, and load it without FSDP")
     to: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # a saved config has its name
