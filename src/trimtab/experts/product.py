@@ -84,7 +84,7 @@ class Product:
         return by_row(value.to(self.dtype), weight.transposed)
 
     def forward(self, rows: Tensor, block: Block, into: Tensor | None = None) -> Tensor:
-        """The products of a block's rows, with biases and adapters, in their dtype; in `into` [R, out] if given."""
+        """A block's products, biases and adapters added, in the rows' dtype; in `into` [R, out] if it is given."""
         w, low, biased = None if self.w_R1 is None else self.w_R1[block.rows], self.low_precision, self.weight.biases
         more = self._adapted(rows, block, w)
         if low is not None:  # which adds what is not weighted before it rounds

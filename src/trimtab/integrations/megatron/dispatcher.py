@@ -98,7 +98,7 @@ class TokenDispatcher(MegatronTokenDispatcher):  # type: ignore[misc]
         return rows
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [..., H] to [T, H]; Megatron's dense map and probs [T, E] to int64 ids and weights [T, K]."""
+        """Tokens [..., H] to [T, H]; map and probs [T, E], unless they are int64 ids and weights [T, K], to these."""
         ids_TK, top_k = routing_map, self.config.moe_router_topk
         if routing_map.dtype != torch.int64 or routing_map.shape[1] != top_k:
             ids_TK, probs = slots_of(routing_map.bool(), probs, top_k)

@@ -37,9 +37,9 @@ INLINE vf pair_of(vu bytes, vf table, vf scale) {
     }
 }
 
-// What codes are looked up in. As bf16 by their lower five bits: of MXFP4 its values with 0x3f00 added, but for zeros, which
-// stay zeros when more is taken away for the scale, a number in the exponent; of FP8 32 values times the scale, to which
-// two bits of the exponent are added, and denormals.
+// What codes are looked up in: floats, or bf16 by a code's lower five bits. MXFP4's are its values times 2^126, but
+// zeros stay zeros; a scale then takes from the exponent. FP8's are 32 values times the scale, to whose
+// exponent the upper two bits of the code's are added; denormals have a table of their own.
 struct Tables {
     vu values, small;
 };
@@ -136,9 +136,9 @@ INLINE void decode_panel(const Stack& w, long out, long apart, long in, long n, 
         const auto nth = [&](int p, int i) { return looked ? p / 2 * VL + p % 2 * 2 + i / 2 * 4 + i % 2 : p * half + i; };
         alignas(64) uint64_t scale[NR];
         alignas(64) uint32_t bytes[half][4][VL];
-        const float all = fp8 ? w.scale(out, in + k) : 1, size = std::abs(all);
+        const float all = fp8 ? w.scale(out, in + k) : 1, size = __builtin_fabsf(all);
         if (fp8 && (out / 128 != (out + (NR - 1) * apart) / 128 || !(size > 0x1p-110f && size < 0x1p110f))) return false;
-        __m512i largest = _mm512_setzero_si512();  // of codes without their signs, or of scales
+        __m512i largest = _mm512_setzero_si512();  // of codes without signs: 0xfe is NaN; or of powers - 2: to 250
         for (int part = 0; part < 4; part++) {
             for (int i = 0; !fp8 && i < half; i++) {
                 const long row = (out + nth(part, i) * apart) / (Type == FP8 ? 128 : 1);
